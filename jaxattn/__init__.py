@@ -1,0 +1,18 @@
+"""Paged attention for JAX in which every layer keeps its own window."""
+
+from jaxattn.attention import attend as attend
+from jaxattn.attention import kv_pages_shape as kv_pages_shape
+from jaxattn.attention import ragged_paged_attention as ragged_paged_attention
+from jaxattn.batch import PageTable as PageTable
+from jaxattn.batch import RaggedBatch as RaggedBatch
+from jaxattn.cache.plan import CacheGroup as CacheGroup
+from jaxattn.cache.plan import CachePlan as CachePlan
+from jaxattn.cache.plan import group_layers as group_layers
+from jaxattn.cache.state import CacheState as CacheState
+from jaxattn.cache.state import init_cache as init_cache
+from jaxattn.registry import Target as Target
+from jaxattn.registry import UnsupportedAttentionError as UnsupportedAttentionError
+from jaxattn.spec import LayerSpec as LayerSpec
+from jaxattn.spec import MaskSpec as MaskSpec
+from jaxattn.spec import StoreSpec as StoreSpec
+from jaxattn.support import support_table as support_table

@@ -1,0 +1,303 @@
+"""The public attention call: validate, ask the registry, dispatch. All of it while tracing."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxattn.batch import RaggedBatch
+from jaxattn.cache.plan import CachePlan
+from jaxattn.cache.state import CacheState
+from jaxattn.kernels import layout, reference, xla
+from jaxattn.kernels.layout import KVPages, QuantizedPages
+from jaxattn.registry import CAPABILITIES, Need, Target, select
+from jaxattn.spec import (
+    KV_DTYPES,
+    ImageRule,
+    LayerSpec,
+    check_positive_int,
+    check_sliding_window,
+    check_soft_cap,
+)
+
+_KERNELS: dict[str, Callable] = {
+    "xla": xla.ragged_paged_attention,
+    "reference": reference.ragged_paged_attention,
+}
+
+
+def kv_pages_shape(
+    *,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    backend: str | None = None,
+) -> jax.ShapeDtypeStruct | QuantizedPages:
+    """Shape and dtype of one layer's KV pages, a pytree of `jax.ShapeDtypeStruct`.
+
+    `num_pages` includes the null page 0. All backends share one layout, so layers of a model may
+    use different ones; `backend` is only checked. int8 and float8 give values and scales.
+    """
+    for name, value in (
+        ("num_pages", num_pages),
+        ("page_size", page_size),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+    ):
+        check_positive_int(name, value)
+    if dtype not in KV_DTYPES:
+        raise ValueError(f"{dtype=}: a cache stores one of {', '.join(KV_DTYPES)}")
+    if backend is not None and backend not in CAPABILITIES:
+        raise ValueError(f"{backend=}: the backends are {', '.join(map(repr, CAPABILITIES))}")
+    return layout.kv_pages_shape(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+
+
+def ragged_paged_attention(
+    queries: Float[Array, "tokens q_heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    kv_pages: KVPages,
+    kv_lens: Int32[Array, "seqs"],
+    page_indices: Int32[Array, "seqs pages_per_seq"],
+    cu_q_lens: Int32[Array, "seqs_plus_1"],
+    distribution: Int32[Array, "3"],
+    *,
+    sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "q_heads"] | None = None,
+    image_spans: Int32[Array, "tokens 2"] | None = None,
+    image_rule: ImageRule = "clamp",
+    causal: bool = True,
+    first_page: Int32[Array, "seqs"] | None = None,
+    update_kv_cache: bool = True,
+    backend: str | None = None,
+    target: Target | None = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
+    """Write new keys and values to their pages, and attend. One call for mixed batches.
+
+    The flat tokens are the new tokens of all sequences, one sequence after the other: sequence i
+    owns rows `cu_q_lens[i] : cu_q_lens[i + 1]`, and its last new token is at absolute position
+    `kv_lens[i] - 1`. Donate `kv_pages` to your jit, so that they are updated in place.
+
+    Args:
+        queries, keys, values: the new tokens (after rope and norms).
+        kv_pages: this layer's pages, see `kv_pages_shape`.
+        kv_lens: length of each sequence, *including* its new tokens.
+        page_indices: page table; column c of a sequence is its page `first_page + c`. Tokens
+            whose entry is no page (0, negative, beyond the pool) are not written.
+        cu_q_lens: cumulative new-token counts, `cu_q_lens[0] == 0`.
+        distribution: cumulative counts `(decode, prefill, total)` of sequences: the first
+            `decode` have one new token each, sequences from `total` on are padding.
+        sm_scale: multiplies q k.
+        sliding_window: static W; the query at q sees keys k with `q - W < k <= q`. None: all.
+        soft_cap: static c; scores become `c * tanh(score / c)`.
+        sinks: one logit per query head, added to the softmax's denominator.
+        image_spans: per token, absolute `(start, end)` of the image it belongs to; empty for
+            text. An image's tokens see each other in both directions; see `kernels/mask.py` for
+            `image_rule` ("clamp" or "extend"; "none" ignores the spans and refuses them).
+        causal: False lets every query see later keys too (within `|q - k| < W`).
+        first_page: page index that column 0 of the table stands for, so that a window group's
+            table may hold live pages only. Default 0.
+        update_kv_cache: False for a layer that reads another layer's pages and writes nothing.
+        backend: a name: that one runs, or raises. None: the first that supports the call.
+        target: the device to compile for; default: this process's default device.
+
+    Returns:
+        Output `[tokens, q_heads, head_dim]` in the queries' dtype (zeros for padding), and the
+        updated pages. Recompiles when a shape or a static value changes, never with lengths.
+
+    Raises:
+        UnsupportedAttentionError: no candidate backend supports the call (all reasons listed).
+        TypeError, ValueError: an argument is wrong in itself. All raised while tracing.
+    """
+    _check_arrays(
+        queries,
+        keys,
+        values,
+        kv_pages,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        distribution,
+        sinks,
+        image_spans,
+        first_page,
+    )
+    check_sliding_window(sliding_window)
+    check_soft_cap(soft_cap)
+    if not isinstance(sm_scale, float | int) or isinstance(sm_scale, bool):
+        raise TypeError(f"{sm_scale=}: expected a Python float; the scale is static")
+    for name, flag in (("causal", causal), ("update_kv_cache", update_kv_cache)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: expected True or False")
+    if image_rule not in get_args(ImageRule):
+        raise ValueError(f"{image_rule=}: use one of {get_args(ImageRule)}")
+    if image_spans is not None and image_rule == "none":
+        raise ValueError(
+            "image_spans were given to a layer with image_rule='none', which would ignore them; "
+            "use image_rule='clamp' or 'extend', or pass no spans"
+        )
+    need = Need(
+        target=target or Target.current(),
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+        image_rule="none" if image_spans is None else image_rule,
+        causal=causal,
+        num_q_heads=queries.shape[1],
+        num_kv_heads=keys.shape[1],
+        head_dim=queries.shape[2],
+        page_size=layout.page_array(kv_pages).shape[1],
+        query_dtype=queries.dtype.name,
+        kv_dtype=layout.page_array(kv_pages).dtype.name,
+        first_page=first_page is not None,
+        update_kv_cache=update_kv_cache,
+    )
+    kernel = _KERNELS[select(need, backend)]
+    return kernel(
+        queries,
+        keys,
+        values,
+        kv_pages,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        distribution,
+        sm_scale=float(sm_scale),
+        sliding_window=sliding_window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks,
+        image_spans=image_spans,
+        image_rule=image_rule,
+        causal=causal,
+        first_page=first_page,
+        update_kv_cache=update_kv_cache,
+    )
+
+
+def attend(
+    layer: LayerSpec,
+    queries: Float[Array, "tokens q_heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    cache: CacheState,
+    *,
+    plan: CachePlan,
+    batch: RaggedBatch,
+    sinks: Float[Array, "q_heads"] | None = None,
+    image_spans: Int32[Array, "tokens 2"] | None = None,
+    backend: str | None = None,
+    target: Target | None = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], CacheState]:
+    """One layer's attention: the mask comes from the layer, the pages from its group.
+
+    A layer that shares another's KV reads that layer's pages under its own mask and writes
+    nothing (`keys` and `values` then only give the number of kv heads). See
+    `ragged_paged_attention` for shapes and errors.
+    """
+    if layer.mask.sinks != (sinks is not None):
+        given = "none were given" if sinks is None else "sinks were given"
+        raise ValueError(f"layer {layer.name!r} has sinks={layer.mask.sinks}, but {given}")
+    if queries.shape[1] != layer.num_q_heads:
+        raise ValueError(
+            f"layer {layer.name!r} has {layer.num_q_heads} query heads, got {queries.shape[1]}"
+        )
+    owner = plan.storage_of(layer.name)
+    table = batch.tables[plan.group_of(layer.name)]
+    out, pages = ragged_paged_attention(
+        queries,
+        keys,
+        values,
+        cache.pages[owner],
+        batch.kv_lens,
+        table.page_indices,
+        batch.cu_q_lens,
+        batch.distribution,
+        sm_scale=layer.scale,
+        sliding_window=layer.mask.sliding_window,
+        soft_cap=layer.mask.soft_cap,
+        sinks=sinks,
+        image_spans=None if layer.mask.image_rule == "none" else image_spans,
+        image_rule=layer.mask.image_rule,
+        causal=layer.mask.causal,
+        first_page=table.first_page,
+        update_kv_cache=owner == layer.name,
+        backend=backend,
+        target=target,
+    )
+    return out, cache.updated(owner, pages)
+
+
+def _check_arrays(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    kv_pages: KVPages,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    distribution: Array,
+    sinks: Array | None,
+    image_spans: Array | None,
+    first_page: Array | None,
+) -> None:
+    """Raise on shapes and dtypes that do not fit together; nothing is broadcast or cast."""
+    if queries.ndim != 3 or keys.ndim != 3:
+        raise ValueError(
+            f"queries {queries.shape} and keys {keys.shape}: expected [tokens, heads, head_dim]"
+        )
+    tokens, q_heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} kv heads")
+    if tokens == 0:
+        raise ValueError("queries hold no tokens; pad a step to at least one")
+    pages = layout.page_array(kv_pages)
+    if pages.ndim != 5:
+        raise ValueError(f"kv_pages {pages.shape}: make them by jaxattn.kv_pages_shape")
+    seqs = kv_lens.shape[0] if kv_lens.ndim == 1 else -1
+    if page_indices.ndim != 2:
+        raise ValueError(f"page_indices {page_indices.shape}: expected [seqs, pages_per_seq]")
+    expected = [
+        ("keys", keys, (tokens, kv_heads, head_dim), None),
+        ("values", values, (tokens, kv_heads, head_dim), None),
+        ("kv_pages", pages, (*pages.shape[:2], 2, kv_heads, head_dim), None),
+        ("kv_lens", kv_lens, (seqs,), "int32"),
+        ("page_indices", page_indices, (seqs, page_indices.shape[1]), "int32"),
+        ("cu_q_lens", cu_q_lens, (seqs + 1,), "int32"),
+        ("distribution", distribution, (3,), "int32"),
+        ("first_page", first_page, (seqs,), "int32"),
+        ("image_spans", image_spans, (tokens, 2), "int32"),
+        ("sinks", sinks, (q_heads,), None),
+    ]
+    if isinstance(kv_pages, QuantizedPages):
+        expected.append(("kv_pages.scales", kv_pages.scales, pages.shape[:4], "float32"))
+    elif pages.dtype.itemsize == 1:
+        raise ValueError(
+            f"kv_pages of {pages.dtype.name} need scales: make them by jaxattn.kv_pages_shape"
+        )
+    for name, array, shape, dtype in expected:
+        if array is None:
+            continue
+        if tuple(array.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {tuple(shape)}")
+        if dtype is not None and array.dtype.name != dtype:
+            raise TypeError(f"{name} has dtype {array.dtype.name}, expected {dtype}")
+    if not (queries.dtype == keys.dtype == values.dtype):
+        raise TypeError(
+            f"queries {queries.dtype.name}, keys {keys.dtype.name} and values {values.dtype.name} "
+            "differ; cast them to one dtype"
+        )
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks have dtype {sinks.dtype.name}, expected a float")

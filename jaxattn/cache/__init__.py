@@ -1,0 +1,1 @@
+"""The paged KV cache: which layers store together, and who owns which page."""

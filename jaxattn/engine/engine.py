@@ -1,0 +1,184 @@
+"""The engine: `step()` is schedule, run, settle. Token ids in, token ids and text out."""
+
+from collections.abc import Callable
+
+from jaxattn.cache.plan import CachePlan, group_layers
+from jaxattn.engine.outputs import Logprob
+from jaxattn.engine.runner import Runner
+from jaxattn.engine.sampler import TopLogprobs
+from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.sequence import Sequence, TextStream
+from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.sampling import SamplingParams
+from jaxattn.spec import check_positive_int
+
+
+class Engine:
+    """Continuations of many prompts on one model, one cache and a few compiled shapes.
+
+    Args:
+        model: the text model; its embedding's dtype is the activations' dtype.
+        eos_ids: tokens that end a continuation.
+        kv_dtype: stored type of keys and values.
+        page_size: tokens of a page.
+        max_model_len: most tokens of a sequence, prompt included.
+        max_num_seqs: sequences in flight; the cache holds this many of `max_model_len`.
+        max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
+        hybrid_kv_cache: whether windowed layers keep only what their window can see. Outputs are
+            the same either way.
+        backend: attention backend, see `jaxattn.ragged_paged_attention`.
+        token_text: the text of one token id, for the reports of log-probabilities.
+    """
+
+    def __init__(
+        self,
+        model: Gemma3,
+        *,
+        eos_ids: tuple[int, ...],
+        kv_dtype: str,
+        page_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        hybrid_kv_cache: bool = True,
+        backend: str | None = None,
+        token_text: Callable[[int], str] = str,
+    ):
+        check_positive_int("max_num_seqs", max_num_seqs)
+        check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
+        check_positive_int("max_model_len", max_model_len)
+        if max_model_len > model.config.max_position:
+            raise ValueError(
+                f"{max_model_len=}: the model's positions end at {model.config.max_position}"
+            )
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"{max_num_batched_tokens=} is less than {max_num_seqs=}: a step must hold one "
+                "token of every sequence"
+            )
+        specs = layer_specs(model.config, page_size=page_size, kv_dtype=kv_dtype)
+        self.plan: CachePlan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
+        self.vocab_size = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.eos_ids = eos_ids
+        self.buckets = token_buckets(max_num_seqs, max_num_batched_tokens)
+        self.runner = Runner(
+            model, self.plan, max_num_seqs=max_num_seqs, buckets=self.buckets, backend=backend
+        )
+        self.scheduler = Scheduler(
+            self.runner.allocator,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            buckets=self.buckets,
+        )
+        self._token_text = token_text
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def check_prompt(self, token_ids: list[int]) -> None:
+        """Raise ValueError for a prompt that cannot be served."""
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        wrong = [token for token in token_ids if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"token ids {wrong[:8]} are outside 0 to {self.vocab_size - 1}")
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
+                f"leaves room for {self.max_model_len - 1} and one new token: shorten the prompt "
+                "or raise max_model_len"
+            )
+
+    def add(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        stream: TextStream,
+        prompt_index: int = 0,
+        index: int = 0,
+    ) -> Sequence:
+        """Queue one continuation of a prompt (see `check_prompt`)."""
+        self.check_prompt(prompt_token_ids)
+        sequence = Sequence(
+            self._next_id,
+            prompt_token_ids,
+            params,
+            prompt_index=prompt_index,
+            index=index,
+            seed=seed,
+            max_len=self.max_model_len,
+            eos_ids=self.eos_ids,
+            stream=stream,
+        )
+        self._next_id += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[Sequence]:
+        """Schedule, run, settle. Returns the sequences that computed something."""
+        step = self.scheduler.schedule()
+        try:
+            tokens, logprobs, prompt_logprobs = self.runner.run(step)
+        except BaseException:  # also Ctrl-C: the donated cache may be gone, and with it everything
+            self.abort()
+            self.runner.reset()
+            self.scheduler.allocator = self.runner.allocator
+            raise
+        start = 0
+        for row, (sequence, count) in enumerate(step):
+            if prompt_logprobs is not None and sequence.params.prompt_logprobs is not None:
+                wanted = min(count, sequence.num_prompt - 1 - sequence.num_settled)
+                first = sequence.num_settled + 1
+                for offset in range(wanted):
+                    sequence.prompt_logprobs.append(
+                        self._report(
+                            prompt_logprobs,
+                            start + offset,
+                            sequence.tokens[first + offset],
+                            sequence.params.prompt_logprobs,
+                        )
+                    )
+            start += count
+            if step[row].samples and logprobs is not None and sequence.params.logprobs is not None:
+                report = self._report(logprobs, row, int(tokens[row]), sequence.params.logprobs)
+                sequence.logprobs.append(report)
+        samples = [each.samples for each in step]
+        self.scheduler.settle(step)
+        for row, (sequence, _) in enumerate(step):
+            if samples[row]:
+                sequence.add_token(int(tokens[row]))
+            if sequence.finish_reason is not None:
+                self.scheduler.finish(sequence)
+        return [sequence for sequence, _ in step]
+
+    def abort(self) -> None:
+        """Drop every waiting and running sequence and free its pages."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.finish(sequence)
+
+    def _report(self, scores: TopLogprobs, row: int, token: int, top: int) -> dict[int, Logprob]:
+        """The given token first, then the `top` most likely ones."""
+        entries = [(token, float(scores.logprob[row]), int(scores.rank[row]))]
+        for rank in range(min(top, scores.top_ids.shape[1])):
+            likely = int(scores.top_ids[row, rank])
+            entries.append((likely, float(scores.top_logprobs[row, rank]), rank + 1))
+        report: dict[int, Logprob] = {}
+        for each, logprob, rank in entries:
+            report.setdefault(each, Logprob(logprob, rank, self._token_text(each)))
+        return report
+
+
+def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """The token counts that steps are compiled for: powers of 4 from 2, and the two limits.
+
+    The least is 2, since a product with a single row is slow on CPU (see `models.gemma3.layers`).
+    """
+    powers = [2 * 4**exponent for exponent in range(16)]
+    limits = [max(2, max_num_seqs), max(2, max_num_batched_tokens)]
+    return tuple(sorted({size for size in powers if size < limits[1]} | set(limits)))

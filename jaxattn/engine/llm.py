@@ -1,0 +1,245 @@
+"""`LLM`: a Gemma 3 checkpoint that turns prompts into text, offline."""
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.outputs import RequestOutput, StreamChunk
+from jaxattn.engine.sequence import Sequence as Continuation
+from jaxattn.models.gemma3.chat import render_chat
+from jaxattn.models.gemma3.checkpoint import load_weights, resolve_model
+from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
+from jaxattn.sampling import SamplingParams
+
+Prompt = str | dict[str, list[int]]
+ModelDtype = Literal["float32", "bfloat16"]
+
+
+class LLM:
+    """A model, its tokenizer and an engine.
+
+        llm = LLM("gemma-3-270m")
+        for out in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(out.outputs[0].text)
+
+    Args:
+        model: a known name ("gemma-3-270m"), a GGUF file, or a Hugging Face folder.
+        dtype: of weights and activations.
+        kv_dtype: stored type of keys and values; None is `dtype`.
+        page_size: tokens of a cache page.
+        max_model_len: most tokens of a sequence, prompt included; None: the model's limit, at
+            most 8192 (the cache is allocated for `max_num_seqs` sequences of this length).
+        max_num_seqs: sequences in flight at a time; more prompts wait.
+        max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
+        hybrid_kv_cache: False stores windowed layers like global ones; outputs are the same.
+        backend: attention backend; None is the first that supports the model here.
+        seed: of requests that state none.
+        progress: show progress bars (on standard error).
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] = "gemma-3-270m",
+        *,
+        dtype: ModelDtype = "bfloat16",
+        kv_dtype: str | None = None,
+        page_size: int = 32,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        hybrid_kv_cache: bool = True,
+        backend: str | None = None,
+        seed: int = 0,
+        progress: bool = True,
+    ):
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"{dtype=}: use 'bfloat16' or 'float32' (Gemma 3 activations exceed float16's "
+                "largest number, 65504)"
+            )
+        path = resolve_model(str(model))
+        config, weights = load_weights(path, dtype=dtype)
+        self.tokenizer: Tokenizer = load_tokenizer(path)
+        arrays = {name: jnp.asarray(weights.pop(name)) for name in list(weights)}
+        self.engine = Engine(
+            Gemma3(config, arrays),
+            eos_ids=self.tokenizer.eos_ids,
+            kv_dtype=kv_dtype or dtype,
+            page_size=page_size,
+            max_model_len=max_model_len or min(config.max_position, 8192),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            hybrid_kv_cache=hybrid_kv_cache,
+            backend=backend,
+            token_text=self.tokenizer.token,
+        )
+        self._next_seed = seed
+        self._progress = progress
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; the outputs come in the order of the prompts.
+
+        A prompt is a string, or `{"prompt_token_ids": [...]}`. `params`: for all prompts, or one
+        for each. Everything is checked before anything is computed (ValueError, TypeError).
+        """
+        return self._complete(self._requests(prompts, params))
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: `[{"role": "user", "content": "..."}]`.
+
+        Needs an instruction-tuned checkpoint to make sense; a base model continues the text.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([render_chat(each) for each in conversations], params)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamChunk]:
+        """New text as it comes, for all prompts at once. Closing the iterator frees the cache."""
+        requests = self._requests(prompts, params)
+
+        def chunks() -> Iterator[StreamChunk]:
+            yield from self._run(self._add(requests))
+
+        return chunks()
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """`(text, token ids, params)` of every prompt, all checked."""
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling params for {len(prompts)} prompts")
+        requests = []
+        for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"prompt {number}: expected SamplingParams, got {each!r}")
+            text, ids = self._encode(number, prompt)
+            try:
+                self.engine.check_prompt(ids)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from None
+            requests.append((text, ids, each))
+        return requests
+
+    def _encode(self, number: int, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError(f"prompt {number} is empty: give some text")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, dict) or set(prompt) != {"prompt_token_ids"}:
+            raise TypeError(
+                f'prompt {number}: expected a string or {{"prompt_token_ids": [...]}}, got {prompt!r}'
+            )
+        ids = list(prompt["prompt_token_ids"])
+        if not all(isinstance(token, int) for token in ids):
+            raise TypeError(f"prompt {number}: prompt_token_ids are ints, got {ids[:8]}")
+        return None, ids
+
+    def _add(
+        self, requests: list[tuple[str | None, list[int], SamplingParams]]
+    ) -> list[Continuation]:
+        if self.engine.has_work:
+            raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
+        continuations = []
+        for number, (_, ids, params) in enumerate(requests):
+            seed = params.seed
+            if seed is None:
+                seed = self._next_seed
+                self._next_seed = (self._next_seed + 1) % 2**32
+            continuations += [
+                self.engine.add(
+                    ids,
+                    params,
+                    seed=seed,
+                    stream=self.tokenizer.stream(),
+                    prompt_index=number,
+                    index=index,
+                )
+                for index in range(params.n)
+            ]
+        return continuations
+
+    def _run(self, continuations: list[Continuation]) -> Iterator[StreamChunk]:
+        """Step until all are done; yield what each step adds."""
+        try:
+            while self.engine.has_work:
+                for sequence in self.engine.step():
+                    yield _chunk(sequence)
+        finally:
+            self.engine.abort()
+
+    def _complete(
+        self, requests: list[tuple[str | None, list[int], SamplingParams]]
+    ) -> list[RequestOutput]:
+        continuations = self._add(requests)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+        )
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, disable=not self._progress) as bar:
+            task = bar.add_task("generating", total=len(continuations), speed="")
+            tokens = 0
+            for chunk in self._run(continuations):
+                tokens += len(chunk.token_ids)
+                elapsed = bar.tasks[0].elapsed or 0.0
+                speed = f"{tokens / elapsed:.1f} tokens/s" if elapsed else ""
+                done = chunk.finish_reason is not None
+                bar.update(task, advance=int(done), speed=speed)
+        outputs: list[list[Continuation]] = [[] for _ in requests]
+        for each in continuations:
+            outputs[each.prompt_index].append(each)
+        return [
+            _request_output(text, ids, done)
+            for (text, ids, _), done in zip(requests, outputs, strict=True)
+        ]
+
+
+def _chunk(sequence: Continuation) -> StreamChunk:
+    return StreamChunk(
+        prompt_index=sequence.prompt_index,
+        index=sequence.index,
+        text=sequence.take_text(),
+        token_ids=tuple(sequence.take_tokens()),
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def _request_output(
+    text: str | None, ids: list[int], continuations: list[Continuation]
+) -> RequestOutput:
+    first = continuations[0]
+    prompt_logprobs = None
+    if first.params.prompt_logprobs is not None:
+        prompt_logprobs = (None, *first.prompt_logprobs)
+    return RequestOutput(
+        prompt=text,
+        prompt_token_ids=tuple(ids),
+        outputs=tuple(each.output() for each in continuations),
+        prompt_logprobs=prompt_logprobs,
+    )

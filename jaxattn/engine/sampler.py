@@ -1,0 +1,188 @@
+"""Choosing the next token of every row on the device, each row by its own parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from jaxattn.sampling import MAX_LOGPROBS, SamplingParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowParams:
+    """`SamplingParams` of a batch as arrays. A row draws from (seed, sample, step) alone."""
+
+    temperature: Float[Array, "rows"]
+    top_k: Int32[Array, "rows"]
+    top_p: Float[Array, "rows"]
+    min_p: Float[Array, "rows"]
+    repetition_penalty: Float[Array, "rows"]
+    presence_penalty: Float[Array, "rows"]
+    frequency_penalty: Float[Array, "rows"]
+    seed: UInt32[Array, "rows"]
+    sample: Int32[Array, "rows"]
+    step: Int32[Array, "rows"]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[SamplingParams, int, int, int]], size: int
+    ) -> "RowParams | None":
+        """From `(params, seed, sample, step)` of each row, padded to `size` rows.
+
+        None if all rows are plainly greedy, which needs none of it.
+        """
+        if all(params.temperature == 0 and not params.has_penalties for params, *_ in rows):
+            return None
+        padding = [(SamplingParams(temperature=0), 0, 0, 0)] * (size - len(rows))
+        params, seeds, samples, steps = zip(*rows, *padding, strict=True)
+
+        def column(name: str, dtype: type = np.float32) -> np.ndarray:
+            limit = np.iinfo(np.int32).max if dtype is np.int32 else None
+            return np.array([getattr(each, name) for each in params]).clip(max=limit).astype(dtype)
+
+        return cls(
+            temperature=column("temperature"),
+            top_k=column("top_k", np.int32),
+            top_p=column("top_p"),
+            min_p=column("min_p"),
+            repetition_penalty=column("repetition_penalty"),
+            presence_penalty=column("presence_penalty"),
+            frequency_penalty=column("frequency_penalty"),
+            seed=np.array(seeds, np.uint32),
+            sample=np.array(samples, np.int32),
+            step=np.array(steps, np.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenHistory:
+    """What penalties look at: tokens of the prompt, and how often each is in the new text."""
+
+    in_prompt: Bool[Array, "rows vocab"]
+    counts: Int32[Array, "rows vocab"]
+
+
+class TopLogprobs(NamedTuple):
+    """Natural log-probabilities: of the row's own token, and of the most likely ones."""
+
+    logprob: Float[Array, "rows"]
+    rank: Int32[Array, "rows"]  # 1 is the most likely
+    top_ids: Int32[Array, "rows top"]
+    top_logprobs: Float[Array, "rows top"]
+
+
+@jax.jit
+def choose(
+    logits: Float[Array, "rows vocab"],
+    params: RowParams | None,
+    history: TokenHistory | None,
+) -> Int32[Array, "rows"]:
+    """The next token of every row. `params=None`: greedy. `history=None`: no penalties."""
+    if params is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if history is not None:
+        logits = penalise(logits, params, history)
+    greedy = params.temperature == 0
+    scaled = logits / jnp.where(greedy, 1, params.temperature)[:, None]
+    likelihood = keep_likely(jnp.exp(scaled - scaled.max(axis=-1, keepdims=True)), params)
+
+    def uniform(seed: Array, sample: Array, step: Array) -> Float[Array, ""]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
+        return jax.random.uniform(key, (), jnp.float32)
+
+    draw = jax.vmap(uniform)(params.seed, params.sample, params.step)
+    drawn = jax.vmap(_inverse_cdf)(likelihood, draw)
+    return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+
+
+def penalise(
+    logits: Float[Array, "rows vocab"], params: RowParams, history: TokenHistory
+) -> Float[Array, "rows vocab"]:
+    """Repetition, presence and frequency penalties; see `SamplingParams`."""
+    repetition = params.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history.in_prompt | (history.counts > 0), repeated, logits)
+    logits -= params.frequency_penalty[:, None] * history.counts.astype(jnp.float32)
+    return logits - params.presence_penalty[:, None] * (history.counts > 0).astype(jnp.float32)
+
+
+def keep_likely(
+    likelihood: Float[Array, "rows vocab"], params: RowParams
+) -> Float[Array, "rows vocab"]:
+    """Zero what min_p, then top_k, then top_p drop; `likelihood` is relative to the best, 1."""
+    likelihood = jnp.where(likelihood >= params.min_p[:, None], likelihood, 0)
+    vocab = likelihood.shape[1]
+
+    def top_k(likelihood: Array) -> Array:
+        wanted = jnp.where(params.top_k == 0, vocab, params.top_k).astype(jnp.float32)
+        least = _threshold(likelihood, jnp.ones_like(likelihood), wanted)
+        return jnp.where(likelihood >= least[:, None], likelihood, 0)
+
+    def top_p(likelihood: Array) -> Array:
+        least = _threshold(likelihood, likelihood, params.top_p * likelihood.sum(axis=-1))
+        least = jnp.where(params.top_p >= 1, 0, least)
+        return jnp.where(likelihood >= least[:, None], likelihood, 0)
+
+    likelihood = jax.lax.cond(jnp.any(params.top_k > 0), top_k, lambda same: same, likelihood)
+    return jax.lax.cond(jnp.any(params.top_p < 1), top_p, lambda same: same, likelihood)
+
+
+def _threshold(
+    numbers: Float[Array, "rows vocab"],
+    weights: Float[Array, "rows vocab"],
+    wanted: Float[Array, "rows"],
+) -> Float[Array, "rows"]:
+    """The largest t in [0, 1] such that the weights of `numbers >= t` sum to `wanted`.
+
+    Found bit by bit (floats from 0 to 1 are ordered as their bits are): 30 passes, a tenth of the
+    time of sorting the vocabulary.
+    """
+
+    def refine(index: Array, bits: UInt32[Array, "rows"]) -> UInt32[Array, "rows"]:
+        higher = bits | (jnp.uint32(1) << (29 - index).astype(jnp.uint32))
+        least = jax.lax.bitcast_convert_type(higher, jnp.float32)
+        mass = jnp.sum(jnp.where(numbers >= least[:, None], weights, 0), axis=-1)
+        return jnp.where(mass >= wanted, higher, bits)
+
+    bits = jax.lax.fori_loop(0, 30, refine, jnp.zeros(numbers.shape[:1], jnp.uint32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _inverse_cdf(likelihood: Float[Array, "vocab"], draw: Float[Array, ""]) -> Int32[Array, ""]:
+    """The token at which the running sum of likelihoods passes `draw` (0 to 1) of the total.
+
+    In two levels, block and token, so that a running sum over the whole vocabulary is not needed.
+    """
+    block = 512
+    blocks = jnp.pad(likelihood, (0, -len(likelihood) % block)).reshape(-1, block)
+    sums = jnp.cumsum(blocks.sum(axis=1))
+    target = draw * sums[-1]
+    row = _first_above(sums, target, blocks.sum(axis=1))
+    inside = jnp.where(row > 0, target - sums[row - 1], target)
+    return row * block + _first_above(jnp.cumsum(blocks[row]), inside, blocks[row])
+
+
+def _first_above(
+    running: Float[Array, "size"], target: Float[Array, ""], likelihood: Float[Array, "size"]
+) -> Int32[Array, ""]:
+    """Where a running sum first exceeds the target; rounding never leads past the last one kept."""
+    last = len(likelihood) - 1 - jnp.argmax(likelihood[::-1] > 0).astype(jnp.int32)
+    return jnp.minimum(jnp.sum(running <= target, dtype=jnp.int32), last)
+
+
+@jax.jit
+def top_logprobs(
+    logits: Float[Array, "rows vocab"], token_ids: Int32[Array, "rows"]
+) -> TopLogprobs:
+    """Log-probabilities of the given tokens and of the `MAX_LOGPROBS` most likely ones."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
+    top, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    rank = 1 + jnp.sum(logprobs > own, axis=-1, dtype=jnp.int32)
+    return TopLogprobs(own[:, 0], rank, ids, top)

@@ -1,0 +1,119 @@
+"""One continuation in progress: its tokens, how far the cache holds them, and its text so far."""
+
+from typing import Protocol
+
+import numpy as np
+
+from jaxattn.engine.outputs import CompletionOutput, FinishReason, Logprob
+from jaxattn.sampling import SamplingParams
+
+
+class TextStream(Protocol):
+    """Turns ids into text one at a time; returns only text that is complete."""
+
+    def step(self, token_id: int) -> str: ...
+
+
+class Sequence:
+    """A prompt, the tokens that follow it, and the request's parameters.
+
+    `tokens[:num_settled]` are in the cache; the rest is still to be computed, all but the last
+    of it only for the cache. `prompt_index` and `index` say which prompt and continuation it is.
+    """
+
+    def __init__(
+        self,
+        sequence_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt_index: int,
+        index: int,
+        seed: int,
+        max_len: int,
+        eos_ids: tuple[int, ...],
+        stream: TextStream,
+    ):
+        self.id = sequence_id
+        self.tokens = list(prompt_token_ids)
+        self.num_prompt = len(prompt_token_ids)
+        self.params = params
+        self.prompt_index = prompt_index
+        self.index = index
+        self.seed = seed
+        self.num_settled = 0
+        self.max_len = min(max_len, self.num_prompt + params.max_tokens)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.prompt_logprobs: list[dict[int, Logprob]] = []
+        self._eos_ids = () if params.ignore_eos else eos_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        self._stream = stream
+        self._text = ""
+        self._num_text_taken = 0
+        self._num_tokens_taken = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not yet in the cache."""
+        return len(self.tokens) - self.num_settled
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.num_prompt :]
+
+    def add_token(self, token: int) -> None:
+        """Append a chosen token and decide whether the continuation ends with it."""
+        self.tokens.append(token)
+        if token in self._eos_ids or token in self._stop_token_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self._stop_token_ids else None
+            return
+        self._text += self._stream.step(token)
+        found = [(self._text.find(text), text) for text in self.params.stop_strings]
+        found = [(where, text) for where, text in found if where >= 0]
+        if found:
+            where, self.stop_reason = min(found)
+            self._text = self._text[:where]
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_len:
+            self.finish_reason = "length"
+
+    def take_text(self) -> str:
+        """Text not yet taken, less an end that may still become a stop string."""
+        end = len(self._text)
+        if self.finish_reason is None:
+            end -= max(map(self._held_back, self.params.stop_strings), default=0)
+        text = self._text[self._num_text_taken : end]
+        self._num_text_taken = max(self._num_text_taken, end)
+        return text
+
+    def take_tokens(self) -> list[int]:
+        """New tokens not yet taken."""
+        tokens = self.new_tokens[self._num_tokens_taken :]
+        self._num_tokens_taken += len(tokens)
+        return tokens
+
+    def _held_back(self, stop: str) -> int:
+        sizes = range(min(len(stop) - 1, len(self._text)), 0, -1)
+        return next((size for size in sizes if self._text.endswith(stop[:size])), 0)
+
+    def output(self) -> CompletionOutput:
+        """The continuation as it stands."""
+        return CompletionOutput(
+            index=self.index,
+            text=self._text,
+            token_ids=tuple(self.new_tokens),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+        )
+
+    def history(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens are in the prompt, and how often each is in the new text: `[vocab]`."""
+        in_prompt = np.zeros(vocab_size, bool)
+        in_prompt[self.tokens[: self.num_prompt]] = True
+        counts = np.bincount(self.new_tokens, minlength=vocab_size).astype(np.int32)
+        return in_prompt, counts

@@ -1,0 +1,56 @@
+"""The support table, made from the registry's rows: what is listed is tested, the rest refused."""
+
+from jaxattn.registry import ANY, CAPABILITIES, Capabilities
+
+
+def support_table() -> str:
+    """The capability table of all backends as GitHub Markdown, one column per backend."""
+    rows = list(CAPABILITIES.values())
+    lines = [
+        "| | " + " | ".join(f"`{row.backend}`" for row in rows) + " |",
+        "| --- |" + " --- |" * len(rows),
+    ]
+    cells = [_cells(row) for row in rows]
+    for name in cells[0]:
+        lines.append(f"| {name} | " + " | ".join(column[name] for column in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Capabilities) -> dict[str, str]:
+    """One backend's column, by row title."""
+
+    def flag(value: bool) -> str:
+        return "yes" if value else "-"
+
+    def names(values: tuple | None) -> str:
+        if values is ANY:
+            return "any"
+        return ", ".join(map(str, values)) or "-"
+
+    def limits(values: tuple[int, int] | None) -> str:
+        return "any" if values is ANY else f"{values[0]} to {values[1]}"
+
+    platforms = names(row.platforms)
+    if row.min_compute_capability is not ANY:
+        platforms += " >= {}.{}".format(*row.min_compute_capability)
+    cells = {
+        "what": row.what,
+        "usable": f"no: {row.missing}" if row.missing else "yes",
+        "platforms": platforms,
+        "sliding window": flag(row.sliding_window),
+        "soft cap": flag(row.soft_cap),
+        "sinks": flag(row.sinks),
+        "image spans": names(tuple(rule for rule in row.image_rules if rule != "none")),
+        "not causal": flag(row.non_causal),
+        "query heads per kv head": limits(row.q_heads_per_kv_head),
+        "head dims": names(row.head_dims),
+        "page sizes": limits(row.page_sizes),
+        "query dtypes": names(row.query_dtypes),
+        "cache dtypes": names(row.kv_dtypes),
+        "tables of live pages only": flag(row.first_page),
+        "layers that share KV": flag(row.shared_kv),
+    }
+    if row.missing:  # a row without a kernel claims nothing
+        keep = ("what", "usable", "platforms")
+        return {name: cell if name in keep else "-" for name, cell in cells.items()}
+    return cells

@@ -1,0 +1,43 @@
+"""The one place that says which key a query sees. Every backend and every drawing calls it."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+
+def visible(
+    q_positions: Int32[Array, "queries"],
+    k_positions: Int32[Array, "keys"],
+    *,
+    sliding_window: int | None = None,
+    causal: bool = True,
+    image_spans: Int32[Array, "queries 2"] | None = None,
+    image_rule: str = "clamp",
+) -> Bool[Array, "queries keys"]:
+    """`True` where the query at an absolute position sees the key at an absolute position.
+
+    Causal with window W: `q - W < k <= q`. Not causal with window W: `|q - k| < W`.
+    `image_spans[i] = (start, end)` are the absolute positions of the image that query i belongs
+    to (`start == end`: none). Inside its own image a query also sees later keys; `image_rule`
+    "clamp" still hides keys at `q - W` and before, "extend" shows the whole image:
+
+        clamp, W = 3, image = 2..4         extend, W = 3, image = 2..4
+        key   0 1 2 3 4 5                  key   0 1 2 3 4 5
+        q=2   x x x x x .                  q=2   x x x x x .
+        q=3   . x x x x .                  q=3   . x x x x .
+        q=4   . . x x x .                  q=4   . . x x x .
+        q=5   . . . x x x                  q=5   . . . x x x
+    """
+    query, key = q_positions[:, None], k_positions[None, :]
+    seen = key <= query if causal else jnp.ones((len(q_positions), len(k_positions)), bool)
+    in_window = None
+    if sliding_window is not None:
+        in_window = query - sliding_window < key
+        if not causal:
+            in_window &= key < query + sliding_window
+    if image_spans is not None:
+        start, end = image_spans[:, 0, None], image_spans[:, 1, None]
+        same_image = (start <= key) & (key < end)
+        if image_rule == "extend" and in_window is not None:
+            return (seen & in_window) | same_image
+        seen |= same_image
+    return seen if in_window is None else seen & in_window

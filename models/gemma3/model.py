@@ -1,0 +1,104 @@
+"""Gemma 3, text: embedding, blocks, tied head, on the paged cache."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxattn.batch import RaggedBatch
+from jaxattn.cache.plan import CachePlan
+from jaxattn.cache.state import CacheState
+from jaxattn.models.gemma3.checkpoint import expected_shapes
+from jaxattn.models.gemma3.config import Gemma3Config
+from jaxattn.models.gemma3.layers import Block, RMSNorm, project
+from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
+
+
+def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
+    """The attention layers of a model, for `jaxattn.group_layers`."""
+    store = StoreSpec(
+        page_size=page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype,
+    )
+    return tuple(
+        LayerSpec(
+            name=f"layers.{index}",
+            num_q_heads=config.num_q_heads,
+            scale=config.query_scale,
+            mask=MaskSpec(sliding_window=record.sliding_window),
+            store=store,
+        )
+        for index, record in enumerate(config.layers)
+    )
+
+
+class Gemma3(nnx.Module):
+    """The text model. `weights` are named and shaped as by `expected_shapes(config)`.
+
+    Activations have the dtype of the embedding (float32 or bfloat16); norms, rotary angles,
+    attention scores and logits are float32.
+    """
+
+    def __init__(self, config: Gemma3Config, weights: dict[str, Array]):
+        shapes = {name: tuple(array.shape) for name, array in weights.items()}
+        expected = expected_shapes(config)
+        if shapes != expected:
+            differ = sorted(name for name, _ in shapes.items() ^ expected.items())
+            raise ValueError(f"weights do not fit the config; they differ in {sorted(set(differ))}")
+        self.config = config
+        self.embed = nnx.Param(weights["embed"])
+        self.blocks = nnx.List(
+            Block(_of_layer(weights, index), config, record)
+            for index, record in enumerate(config.layers)
+        )
+        self.final_norm = RMSNorm(weights["final_norm"], config.rms_norm_eps)
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "tokens"],
+        cache: CacheState,
+        *,
+        plan: CachePlan,
+        batch: RaggedBatch,
+        backend: str | None = None,
+    ) -> tuple[Float[Array, "tokens embed"], CacheState]:
+        """Final hidden states of a step's flat tokens, and the cache with their KV written.
+
+        `plan` must be made from `layer_specs` of this config (masks come from its layers).
+        """
+        if len(plan.layers) != len(self.blocks):
+            raise ValueError(f"a plan of {len(plan.layers)} layers for {len(self.blocks)} blocks")
+        x = jnp.take(self.embed[...], token_ids, axis=0)
+        x = x * jnp.asarray(math.sqrt(self.config.embed_dim), x.dtype)
+        for layer, block in zip(plan.layers, self.blocks, strict=True):
+            x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, backend=backend)
+        return self.final_norm(x), cache
+
+    def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
+        """Next-token logits in float32, from the tied embedding."""
+        return project(hidden, self.embed[...], jnp.dtype(jnp.float32))
+
+
+def random_weights(
+    config: Gemma3Config, key: Array, dtype: str = "float32", scale: float = 0.02
+) -> dict[str, Array]:
+    """Normal random weights of the right names and shapes, for tests and shape checks."""
+    shapes = expected_shapes(config)
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: scale * jax.random.normal(each, shape, jnp.dtype(dtype))
+        for each, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _of_layer(weights: dict[str, Array], index: int) -> dict[str, Array]:
+    prefix = f"layers.{index}."
+    return {
+        name.removeprefix(prefix): array
+        for name, array in weights.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,343 @@
+"""One suite for every backend, generated from its row: what is claimed equals the oracle."""
+
+from dataclasses import replace
+from itertools import product
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.registry import ANY, CAPABILITIES
+from tests.attention_cases import (
+    bits,
+    expected,
+    expected_pool,
+    live_only,
+    make_case,
+    poisoned,
+    run,
+    tolerance,
+    usable_rows,
+    with_images,
+    written,
+)
+
+WINDOW = 11  # no page size divides it, nor the other way round
+# Decode, a single token, a sequence of none with and without a past, chunks past three windows.
+MIXED = ((1, 37), (1, 1), (1, 16), (9, 9), (0, 0), (6, 50), (0, 21), (1, 8), (12, 12))
+IMAGES = {3: [(2, 7)], 5: [(45, 49)], 8: [(0, 3), (3, 12)]}
+PADDED = {"decode": 3, "tokens": 40, "seqs": 11}
+
+
+def base(row):
+    """A geometry inside the row's claims."""
+
+    def clip(value, limits):
+        return value if limits is ANY else min(max(value, limits[0]), limits[1])
+
+    return {
+        "head_dim": min(row.head_dims or (8,)),
+        "page_size": clip(16, row.page_sizes),
+        "ratio": clip(2, row.q_heads_per_kv_head),
+        "query_dtype": row.query_dtypes[0],
+        "kv_dtype": row.kv_dtypes[0],
+    }
+
+
+def mixed(row, **geometry):
+    geometry = base(row) | geometry
+    width = -(-50 // geometry["page_size"]) + 3  # wider than any sequence needs
+    return make_case(MIXED, width=width, **PADDED, **geometry)
+
+
+def within(limits, *values):
+    """The limits themselves and those values between them."""
+    if limits is ANY:
+        return values
+    return tuple(sorted({*limits, *(v for v in values if limits[0] <= v <= limits[1])}))
+
+
+def claimed_geometries(row):
+    """Every claimed head_dim, page size, ratio and pair of dtypes, one at a time."""
+    for head_dim in row.head_dims or (8, 40):
+        yield f"head_dim {head_dim}", {"head_dim": head_dim}
+    for page_size in within(row.page_sizes, 1, 8, 16, 40):
+        yield f"page_size {page_size}", {"page_size": page_size}
+    for ratio in within(row.q_heads_per_kv_head, 1, 3, 40):
+        yield f"ratio {ratio}", {"ratio": ratio, "kv_heads": 2}
+    for query_dtype, kv_dtype in product(row.query_dtypes, row.kv_dtypes):
+        yield f"{query_dtype} on {kv_dtype}", {"query_dtype": query_dtype, "kv_dtype": kv_dtype}
+
+
+def claimed_features(row):
+    """Every claimed feature alone, and all at once: (name, arguments, image spans or not)."""
+    everything, images = {}, False
+    if row.soft_cap:
+        everything["soft_cap"] = 0.7
+        yield "soft_cap", {"soft_cap": 0.7}, False
+    if row.sinks:
+        everything["sinks"] = jnp.array([0.5, -1.0, 2.0, 0.0])
+        yield "sinks", {"sinks": everything["sinks"]}, False
+    if row.non_causal:
+        yield "non-causal", {"causal": False}, False
+    for rule in row.image_rules:
+        if rule != "none":
+            images, everything["image_rule"] = True, rule
+            yield f"image {rule}", {"image_rule": rule}, True
+            if row.non_causal:
+                yield f"image {rule} non-causal", {"image_rule": rule, "causal": False}, True
+    yield "everything", everything, images
+
+
+def cells(generate):
+    return [
+        pytest.param(param.values[0], *rest, id=f"{param.id}-{name}", marks=param.marks)
+        for param in usable_rows()
+        for name, *rest in generate(param.values[0])
+    ]
+
+
+def check(case, out, atol, **mask):
+    """Outputs are the oracle's, and padding is exactly zero."""
+    assert out.dtype == case.queries.dtype
+    np.testing.assert_allclose(
+        out.astype(np.float32), expected(case, **mask), atol=atol, rtol=atol
+    )
+    assert not out[case.num_tokens :].any()
+
+
+def check_pool(case, pages):
+    """The whole pool: new rows in place, all else as it was, the null page zero."""
+    pool, scales = expected_pool(case)
+    if scales is None:
+        assert np.array_equal(bits(pages), bits(pool))
+    else:
+        assert np.array_equal(bits(pages.values), bits(pool))
+        # A scale is a quotient, which a compiled program may round otherwise than an eager one.
+        np.testing.assert_allclose(pages.scales, scales, rtol=3e-7)
+        assert not pages.scales[0].any()
+    assert not (pages if scales is None else pages.values)[0].any()
+
+
+@pytest.mark.parametrize(("row", "geometry"), cells(claimed_geometries))
+def test_claimed_geometry(row, geometry):
+    case = mixed(row, **geometry)
+    window = WINDOW if row.sliding_window else None
+    out, pages = run(case, row.backend, sliding_window=window)
+    chosen = base(row) | geometry
+    check(case, out, tolerance(chosen["query_dtype"], chosen["kv_dtype"]), sliding_window=window)
+    check_pool(case, pages)
+
+
+@pytest.mark.parametrize("window", [None, 1, WINDOW, 64])
+@pytest.mark.parametrize("row", usable_rows())
+def test_claimed_window(row, window):
+    if window and not row.sliding_window:
+        pytest.skip("no window claimed")
+    case = mixed(row)
+    out, _ = run(case, row.backend, sliding_window=window)
+    check(case, out, 2e-5, sliding_window=window)
+
+
+@pytest.mark.parametrize(("row", "features", "images"), cells(claimed_features))
+def test_claimed_feature(row, features, images):
+    case = mixed(row, kv_heads=2, **({"ratio": 2} if "sinks" in features else {}))
+    case = with_images(case, IMAGES) if images else case
+    for window in (WINDOW, None) if row.sliding_window else (None,):
+        out, _ = run(case, row.backend, sliding_window=window, **features)
+        check(case, out, 2e-5, sliding_window=window, **features)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_features_change_the_output(row):
+    """A feature that is accepted is not dropped: without it the oracle says something else."""
+    plain = expected(mixed(row, kv_heads=2), sliding_window=WINDOW)
+    for name, features, images in claimed_features(row):
+        case = mixed(row, kv_heads=2)
+        case = with_images(case, IMAGES) if images else case
+        out, _ = run(case, row.backend, sliding_window=WINDOW, **features)
+        assert np.abs(out - plain).max() > 1e-2, name
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("row", usable_rows())
+def test_long_sequences(row, window):
+    """Several query blocks and several key blocks a sequence, with every edge off a multiple."""
+    lengths = ((1, 700), (1, 257), (140, 140), (131, 530), (7, 300))
+    case = make_case(lengths, decode=2, tokens=300, **base(row))
+    out, pages = run(case, row.backend, sliding_window=window)
+    check(case, out, 2e-5, sliding_window=window)
+    check_pool(case, pages)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+@pytest.mark.parametrize("kv_len", [1, 2, 40])
+def test_one_token(row, kv_len):
+    for decode in (0, 1):
+        case = make_case([(1, kv_len)], width=5, decode=decode, **base(row))
+        out, pages = run(case, row.backend, sliding_window=WINDOW)
+        check(case, out, 2e-5, sliding_window=WINDOW)
+        check_pool(case, pages)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_distribution_only_hints(row):
+    """All decode, all prefill and mixed: decode sequences may be declared as prefill."""
+    everyone = make_case([(1, 37), (1, 1), (1, 16), (1, 50)], tokens=6, seqs=6, **base(row))
+    some = make_case([(1, 37), (1, 1), (2, 16), (3, 50)], tokens=8, seqs=6, **base(row))
+    for case, most in ((everyone, 4), (some, 2)):
+        for decode in range(most + 1):
+            for prefill in range(decode, 5):
+                hint = np.array([decode, prefill, 4], np.int32)
+                out, _ = run(replace(case, distribution=hint), row.backend, sliding_window=WINDOW)
+                check(case, out, 2e-5, sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_padding_sequences_may_own_rows(row):
+    """Sequences from `total` on change nothing, even with lengths and offsets of their own."""
+    case = mixed(row)
+    stale = case.cu_q_lens.copy()
+    stale[-2:] += (3, 9)
+    finite = {name: np.nan_to_num(getattr(case, name)) for name in ("queries", "keys", "values")}
+    case = replace(case, cu_q_lens=stale, **finite)
+    out, pages = run(case, row.backend, sliding_window=WINDOW)
+    check(case, out, 2e-5, sliding_window=WINDOW)
+    check_pool(case, pages)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_an_empty_step(row):
+    case = make_case([(0, 0), (0, 9)], tokens=4, **base(row))
+    out, pages = run(case, row.backend, sliding_window=WINDOW)
+    assert not out.any()
+    check_pool(case, pages)
+
+
+@pytest.mark.parametrize("window", [5, None])
+@pytest.mark.parametrize("row", usable_rows())
+def test_chunks_equal_one_shot(row, window):
+    """Chunk sizes 1 to 3 W; the pages travel from chunk to chunk."""
+    length, width = 31, 2
+    geometry = base(row)
+    whole = make_case([(length, length)], tokens=32, width=width, **geometry)
+    expect = expected(whole, sliding_window=window)[:length]
+    _, filled = run(whole, row.backend, sliding_window=window)
+    for chunk in range(1, 16):
+        pool, rows = np.zeros_like(whole.pool), []
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
+            part = np.zeros((3, 16, *whole.queries.shape[1:]), np.float32)
+            q_k_v = [
+                np.concatenate([each[start:end], np.zeros_like(each[: 16 - end + start])])
+                for each in (whole.queries, whole.keys, whole.values)
+            ]
+            del part
+            step = replace(
+                whole,
+                **dict(zip(("queries", "keys", "values"), q_k_v, strict=True)),
+                pool=pool,
+                kv_lens=np.array([end], np.int32),
+                cu_q_lens=np.array([0, end - start], np.int32),
+                lengths=((end - start, end),),
+            )
+            out, pool = run(step, row.backend, sliding_window=window)
+            rows.append(out[: end - start])
+        np.testing.assert_allclose(np.concatenate(rows), expect, atol=2e-5, rtol=2e-5)
+        assert np.array_equal(bits(pool), bits(filled)), chunk
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("page_size", [1, 8, 40])
+@pytest.mark.parametrize("row", usable_rows())
+def test_dead_pages_and_stale_ids_do_not_matter(row, page_size, kv_dtype):
+    """NaN in all that is dead and garbage in every dead column: equal to the bit."""
+    case = mixed(row, page_size=page_size, kv_dtype=kv_dtype)
+    for window in (WINDOW, None):
+        clean, _ = run(case, row.backend, sliding_window=window)
+        for seed in range(3):
+            bad = poisoned(case, window, seed)
+            out, pages = run(bad, row.backend, sliding_window=window)
+            assert np.isfinite(out).all()
+            assert np.array_equal(bits(out), bits(clean))
+            check_pool(bad, pages)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{"causal": False}, {"image_rule": "clamp"}, {"image_rule": "extend"}, {"sinks": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("row", usable_rows())
+def test_dead_pages_do_not_matter_to_features(row, features):
+    case = mixed(row, page_size=8)
+    if "image_rule" in features:  # of images inside the readable part of their sequence
+        case = with_images(case, IMAGES)
+    if "sinks" in features:
+        features = {"sinks": jnp.array([0.5, -1.0])}
+    clean, _ = run(case, row.backend, sliding_window=WINDOW, **features)
+    out, _ = run(poisoned(case, WINDOW), row.backend, sliding_window=WINDOW, **features)
+    assert np.isfinite(out).all()
+    assert np.array_equal(bits(out), bits(clean))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("row", usable_rows())
+def test_new_tokens_without_a_page_are_dropped(row, kv_dtype):
+    """Ids 0, negative, too large, and columns outside the table: no row of any pool moves."""
+    case = mixed(row, page_size=8, kv_dtype=kv_dtype)
+    table = case.table.copy()
+    num_pages = len(case.pool)
+    table[0, 36 // 8] = num_pages
+    table[1, 0] = -1
+    table[3, 0], table[3, 1] = 0, 2**31 - 1
+    table[5, 49 // 8] = -num_pages  # would wrap around to page 0
+    narrow = replace(case, table=table[:, :5])  # the sequence of 50 tokens ends in column 6
+    for changed in (replace(case, table=table), narrow):
+        _, pages = run(changed, row.backend, sliding_window=WINDOW)
+        check_pool(changed, pages)
+    shifted = replace(case, first_page=np.full(len(table), 1, np.int32))
+    _, pages = run(shifted, row.backend, sliding_window=WINDOW)
+    check_pool(shifted, pages)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("row", usable_rows())
+def test_reading_only_writes_nothing(row, kv_dtype):
+    """`update_kv_cache=False`: the keys and values given are not looked at (they are NaN)."""
+    if not row.shared_kv:
+        pytest.skip("not claimed")
+    case = written(mixed(row, kv_dtype=kv_dtype))
+    out, pages = run(case, row.backend, sliding_window=WINDOW, update_kv_cache=False)
+    check(case, out, 2e-5, sliding_window=WINDOW)
+    before = case.pages()
+    for after, was in zip(*map(jnp_leaves, (pages, before)), strict=True):
+        assert np.array_equal(bits(after), bits(was))
+
+
+def jnp_leaves(pages):
+    return tuple(map(np.asarray, pages)) if isinstance(pages, tuple) else (np.asarray(pages),)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 40])
+@pytest.mark.parametrize("row", usable_rows())
+def test_tables_of_live_pages_only(row, page_size):
+    if not row.first_page:
+        pytest.skip("not claimed")
+    full = mixed(row, page_size=page_size)
+    live = live_only(full, WINDOW)
+    assert live.table.shape[1] < full.table.shape[1]
+    out, pages = run(full, row.backend, sliding_window=WINDOW)
+    out_live, pages_live = run(live, row.backend, sliding_window=WINDOW)
+    check(live, out_live, 2e-5, sliding_window=WINDOW)
+    check_pool(live, pages_live)
+    assert np.array_equal(bits(pages), bits(pages_live))
+    if row.backend == "xla":  # walks blocks of absolute positions, whatever the table holds
+        assert np.array_equal(bits(out), bits(out_live))
+
+
+def test_every_usable_row_is_run():
+    assert {param.id for param in usable_rows()} >= {"xla", "reference"}
+    assert {param.id for param in usable_rows()} == {
+        name for name, row in CAPABILITIES.items() if not row.missing
+    }
