@@ -10,8 +10,14 @@ from jaxattn.cache.plan import CachePlan as CachePlan
 from jaxattn.cache.plan import group_layers as group_layers
 from jaxattn.cache.state import CacheState as CacheState
 from jaxattn.cache.state import init_cache as init_cache
+from jaxattn.engine.llm import LLM as LLM
+from jaxattn.engine.outputs import CompletionOutput as CompletionOutput
+from jaxattn.engine.outputs import Logprob as Logprob
+from jaxattn.engine.outputs import RequestOutput as RequestOutput
+from jaxattn.engine.outputs import StreamChunk as StreamChunk
 from jaxattn.registry import Target as Target
 from jaxattn.registry import UnsupportedAttentionError as UnsupportedAttentionError
+from jaxattn.sampling import SamplingParams as SamplingParams
 from jaxattn.spec import LayerSpec as LayerSpec
 from jaxattn.spec import MaskSpec as MaskSpec
 from jaxattn.spec import StoreSpec as StoreSpec

@@ -98,7 +98,9 @@ def ragged_paged_attention(
         if image_spans is not None:
             spans = jax.lax.dynamic_slice_in_dim(padded_spans, start, block_q)
             if image_rule == "extend":
-                begin = jnp.where(spans[:, 0] < spans[:, 1], spans[:, 0], kv_len)
+                # The block's tail may be the next sequence's rows: their images say nothing here.
+                mine = offset + jnp.arange(block_q, dtype=jnp.int32) < q_lens[sequence]
+                begin = jnp.where(mine & (spans[:, 0] < spans[:, 1]), spans[:, 0], kv_len)
                 first_key = jnp.minimum(first_key, jnp.maximum(begin.min(), 0))
         elif causal:
             end_key = last + 1

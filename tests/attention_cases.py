@@ -142,7 +142,7 @@ def make_case(
     tokens, seqs = tokens or real_tokens, seqs or len(lengths)
     pages_of = [-(-kv_len // page_size) for _, kv_len in lengths]
     width = width or max(pages_of)
-    num_pages = sum(pages_of) + 4  # the null page, and three that nobody owns
+    num_pages = -(-(sum(pages_of) + 4) // 32) * 32  # page 0, some of nobody's, few shapes
 
     def draw(*shape):
         return rng.standard_normal(shape, np.float32).astype(jnp.dtype(query_dtype))

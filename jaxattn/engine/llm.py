@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -150,7 +149,8 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, dict) or set(prompt) != {"prompt_token_ids"}:
             raise TypeError(
-                f'prompt {number}: expected a string or {{"prompt_token_ids": [...]}}, got {prompt!r}'
+                f"prompt {number}: expected a string or a dict with just 'prompt_token_ids', "
+                f"got {prompt!r}"
             )
         ids = list(prompt["prompt_token_ids"])
         if not all(isinstance(token, int) for token in ids):

@@ -13,6 +13,8 @@ class TextStream(Protocol):
 
     def step(self, token_id: int) -> str: ...
 
+    def finish(self) -> str: ...
+
 
 class Sequence:
     """A prompt, the tokens that follow it, and the request's parameters.
@@ -70,6 +72,7 @@ class Sequence:
         if token in self._eos_ids or token in self._stop_token_ids:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self._stop_token_ids else None
+            self._text += self._stream.finish()
             return
         self._text += self._stream.step(token)
         found = [(self._text.find(text), text) for text in self.params.stop_strings]
@@ -80,6 +83,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = "length"
+            self._text += self._stream.finish()
 
     def take_text(self) -> str:
         """Text not yet taken, less an end that may still become a stop string."""

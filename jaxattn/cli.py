@@ -1,0 +1,163 @@
+"""`jaxattn generate | plan | support`: the library from a terminal."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+import jaxattn
+
+DEFAULT_MODEL = "gemma-3-270m"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0, 1 for an error, 2 for usage, 130 for Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, e.g. `head`, has gone
+        sys.stderr.close()
+        return 1
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        print(f"jaxattn: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxattn", description="Gemma 3 on paged attention with a window per layer."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="continue a prompt")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompt", nargs="?", help="text; default: standard input")
+    _add_model(generate)
+    generate.add_argument("--chat", action="store_true", help="send the prompt as a user's turn")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-k", type=int, default=0, help="0 keeps every token")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--stop", action="append", help="end at this text; may be repeated")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0)
+    generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    generate.add_argument("--max-model-len", type=int, help="most tokens, prompt included")
+    generate.add_argument("--backend", help="attention backend, see `jaxattn support`")
+
+    plan = commands.add_parser("plan", help="print a model's cache plan, hybrid on and off")
+    plan.set_defaults(run=_plan)
+    _add_model(plan)
+    plan.add_argument("--max-len", type=int, default=8192, help="tokens of a sequence")
+    plan.add_argument("--batch", type=int, default=8, help="sequences in flight")
+    plan.add_argument("--page-size", type=int, default=32)
+    plan.add_argument("--kv-dtype", default="bfloat16")
+
+    support = commands.add_parser("support", help="print what each attention backend supports")
+    support.set_defaults(run=_support)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a known name, a GGUF file or a Hugging Face folder (default: %(default)s)",
+    )
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from jaxattn.engine.llm import LLM
+    from jaxattn.models.gemma3.chat import render_chat
+
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    params = jaxattn.SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+        repetition_penalty=options.repetition_penalty,
+        ignore_eos=options.ignore_eos,
+    )
+    _use_compilation_cache()
+    console = Console(stderr=True)
+    with console.status(f"loading {options.model}"):
+        start = time.perf_counter()
+        llm = LLM(
+            options.model,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            max_num_seqs=1,
+            backend=options.backend,
+        )
+        loaded = time.perf_counter() - start
+    text = render_chat([{"role": "user", "content": prompt}]) if options.chat else prompt
+    if not options.chat:
+        print(prompt, end="", flush=True)
+    count, first = 0, 0.0
+    start = time.perf_counter()
+    for chunk in llm.stream(text, params):
+        print(chunk.text, end="", flush=True)
+        if chunk.token_ids and not count:
+            first = time.perf_counter()
+        count += len(chunk.token_ids)
+    elapsed = time.perf_counter() - first
+    print()
+    speed = f"{(count - 1) / elapsed:.1f} tokens/s" if count > 1 else "one token"
+    console.print(
+        f"[dim]loaded in {loaded:.1f} s; first token after {first - start:.1f} s (compiling "
+        f"included); {count} tokens, {speed}[/dim]"
+    )
+    return 0
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled steps for the next run."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "jaxattn" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from jaxattn.cache.pages import worst_demand
+    from jaxattn.models.gemma3.checkpoint import load_config
+    from jaxattn.models.gemma3.model import layer_specs
+
+    config = load_config(options.model)
+    specs = layer_specs(config, page_size=options.page_size, kv_dtype=options.kv_dtype)
+    console = Console()
+    for hybrid in (True, False):
+        plan = jaxattn.group_layers(specs, hybrid=hybrid, max_len=options.max_len)
+        state = "on" if hybrid else "off"
+        console.rule(f"{options.model}, hybrid cache {state}", align="left")
+        console.print(plan)
+        pages = worst_demand(
+            plan, max_num_seqs=options.batch, max_len=options.max_len, step_tokens=512
+        )
+        total = sum(count * plan.page_bytes(group) for group, count in enumerate(pages))
+        console.print(
+            f"{options.batch} sequences of {options.max_len} tokens, 512 in flight: "
+            f"{total / 2**20:,.1f} MiB\n"
+        )
+    return 0
+
+
+def _support(options: argparse.Namespace) -> int:
+    print(jaxattn.support_table(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""From a GGUF file or a Hugging Face folder to the model's weights, tensor by tensor.
+
+Both formats become one flat dict, named and shaped by `expected_shapes`. Every tensor of the file
+is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
+Rows are converted block by block straight into their place, so that the peak is the weights as
+kept plus a few blocks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from jaxattn.models.gemma3.config import CONFIGS, Gemma3Config, from_gguf, from_hf
+from jaxattn.models.gemma3.errors import CheckpointError
+from jaxattn.models.gemma3.gguf import GGUFFile
+from jaxattn.models.gemma3.huggingface import HuggingFaceFolder
+from jaxattn.models.gemma3.packaged import packaged_gguf
+
+BLOCK_BYTES = 16 * 2**20  # of float32 in one row block
+_THREADS = 2
+_NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
+
+WeightDtype = Literal["float32", "bfloat16"]
+Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
+
+
+class Checkpoint(Protocol):
+    """What the loader needs of a format."""
+
+    path: Path
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor that the text model may use, by the file's own name."""
+
+    def rows(self, name: str, block_rows: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """A tensor in blocks of rows, as float32 (a vector is one row)."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """A format's names: for each canonical name the file's, and what norms hold there."""
+
+    of: dict[str, str]
+    norm_offset: float  # 1 where the file stores 1 + w
+
+
+def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the text model's weights; matrices are `[out, in]`.
+
+    Norms hold the w of `1 + w`. The head is the embedding.
+    """
+    embed, mlp, head = config.embed_dim, config.mlp_dim, config.head_dim
+    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, embed)}
+    for index in range(config.num_layers):
+        layer = {
+            "attn_norm": (embed,),
+            "q": (queries, embed),
+            "k": (keys, embed),
+            "v": (keys, embed),
+            "o": (embed, queries),
+            "q_norm": (head,),
+            "k_norm": (head,),
+            "post_attn_norm": (embed,),
+            "mlp_norm": (embed,),
+            "gate": (mlp, embed),
+            "up": (mlp, embed),
+            "down": (embed, mlp),
+            "post_mlp_norm": (embed,),
+        }
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"final_norm": (embed,)}
+
+
+def resolve_model(model: str) -> Path:
+    """The file or folder of a known name, a GGUF file or a Hugging Face folder."""
+    if model == "gemma-3-270m":
+        return packaged_gguf()
+    path = Path(model).expanduser()
+    if path.is_file() or path.is_dir():
+        return path
+    if model in CONFIGS:
+        raise ValueError(
+            f"{model!r} has no packaged weights (only 'gemma-3-270m' has): give the path of a "
+            "GGUF file or of a Hugging Face folder"
+        )
+    raise ValueError(f"{model!r} is neither a file nor a folder nor a known name ('gemma-3-270m')")
+
+
+def load_config(model: str) -> Gemma3Config:
+    """The config of a known name, or of a checkpoint, without its weights."""
+    if model in CONFIGS:
+        return CONFIGS[model]
+    return _open(resolve_model(model))[1]
+
+
+def load_weights(
+    path: Path, *, dtype: WeightDtype, progress: Progress | None = None
+) -> tuple[Gemma3Config, dict[str, np.ndarray]]:
+    """Config and weights of a checkpoint. Matrices in `dtype`, norms in float32.
+
+    Raises CheckpointError, naming every tensor that is missing, unexpected, wrongly shaped or
+    not finite.
+    """
+    checkpoint, config, names = _open(path)
+    shapes = expected_shapes(config)
+    _check_names(checkpoint, names, shapes)
+    weights = {
+        name: _aligned(shape, np.float32 if _is_norm(name) else np.dtype(dtype_of(dtype)))
+        for name, shape in shapes.items()
+    }
+    not_finite = []
+
+    def fill(name: str) -> str:
+        target, offset = weights[name], names.norm_offset if _is_norm(name) else 0.0
+        rows = target.reshape(-1, target.shape[-1])
+        block_rows = max(1, BLOCK_BYTES // (4 * target.shape[-1]))
+        for where, values in checkpoint.rows(names.of[name], block_rows):
+            if not np.isfinite(values).all():
+                not_finite.append(names.of[name])
+                break
+            kept = values[: len(rows) - where.start]  # without a padded embedding's last rows
+            rows[where] = kept - np.float32(offset) if offset else kept
+        return name
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            for count, _ in enumerate(pool.map(fill, shapes), start=1):
+                if progress is not None:
+                    progress(count, len(shapes))
+        except BaseException:  # also Ctrl-C: do not load the rest first
+            pool.shutdown(cancel_futures=True)
+            raise
+    if not_finite:
+        raise CheckpointError(f"{path}: NaN or infinity in {', '.join(sorted(not_finite))}")
+    return config, weights
+
+
+def dtype_of(name: WeightDtype) -> type:
+    """The numpy type of a weight dtype."""
+    return {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[name]
+
+
+def _is_norm(name: str) -> bool:
+    return name == "final_norm" or name.rpartition(".")[2] in _NORMS
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """An empty array on a 64-byte boundary, which the CPU backend takes without a copy."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _open(path: Path) -> tuple[Checkpoint, Gemma3Config, _Names]:
+    if path.is_dir():
+        folder = HuggingFaceFolder(path)
+        config = from_hf(folder.config)
+        return folder, config, _Names(_huggingface_names(config, folder.prefix), 0.0)
+    file = GGUFFile(path)
+    config = from_gguf(file.metadata)
+    return file, config, _Names(_gguf_names(config), 1.0)
+
+
+def _check_names(checkpoint: Checkpoint, names: _Names, shapes: dict[str, tuple[int, ...]]) -> None:
+    found = dict(checkpoint.shapes())
+    problems = []
+    for name, shape in shapes.items():
+        stored = found.pop(names.of[name], None)
+        if stored is None:
+            problems.append(f"missing: {names.of[name]}")
+        elif stored != shape and not (name == "embed" and _is_padded(stored, shape)):
+            problems.append(f"wrong shape: {names.of[name]} is {stored}, expected {shape}")
+    problems += [f"unexpected: {name} {shape}" for name, shape in found.items()]
+    if problems:
+        listed = "\n  ".join(problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(f"{checkpoint.path} does not fit its config:\n  {listed}{more}")
+
+
+def _is_padded(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Multimodal checkpoints have 64 unused rows at the end of the embedding."""
+    return stored == (shape[0] + 64, *shape[1:])
+
+
+def _gguf_names(config: Gemma3Config) -> dict[str, str]:
+    layer = {
+        "attn_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "o": "attn_output",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "post_attn_norm": "post_attention_norm",
+        "mlp_norm": "ffn_norm",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+        "post_mlp_norm": "post_ffw_norm",
+    }
+    names = {"embed": "token_embd.weight", "final_norm": "output_norm.weight"}
+    for index in range(config.num_layers):
+        names |= {
+            f"layers.{index}.{ours}": f"blk.{index}.{theirs}.weight"
+            for ours, theirs in layer.items()
+        }
+    return names
+
+
+def _huggingface_names(config: Gemma3Config, prefix: str) -> dict[str, str]:
+    layer = {
+        "attn_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "post_attn_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    }
+    names = {"embed": f"{prefix}embed_tokens.weight", "final_norm": f"{prefix}norm.weight"}
+    for index in range(config.num_layers):
+        names |= {
+            f"layers.{index}.{ours}": f"{prefix}layers.{index}.{theirs}.weight"
+            for ours, theirs in layer.items()
+        }
+    return names

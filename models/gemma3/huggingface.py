@@ -1,0 +1,115 @@
+"""Reading a Hugging Face folder: `config.json` and one or several safetensors files."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxattn.models.gemma3.errors import CheckpointError
+
+# Where the text model is: text-only, multimodal (transformers v4), multimodal (v5).
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+# Not the text model's; images are not supported yet.
+_SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
+_SKIPPED += ("model.multi_modal_projector.",)
+
+
+class HuggingFaceFolder:
+    """A folder's config and tensors. Reads headers; tensors are read when asked for.
+
+    Raises CheckpointError for files that are missing, damaged or do not fit the index.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config: dict[str, Any] = _read_json(path / "config.json")
+        self._file_of, self._shapes = self._index()
+        fitting = [
+            prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in self._file_of
+        ]
+        if not fitting:
+            raise CheckpointError(
+                f"{path}: no tensor is called embed_tokens.weight under any of {_PREFIXES}"
+            )
+        self.prefix = fitting[0]
+
+    def _index(self) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+        """File and shape of every tensor."""
+        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
+        if index.is_file():
+            listed: dict[str, str] | None = _read_json(index).get("weight_map", {})
+            files = sorted(set(listed.values()))
+        elif single.is_file():
+            listed, files = None, [single.name]
+        else:
+            raise CheckpointError(
+                f"{self.path} holds neither model.safetensors nor model.safetensors.index.json"
+            )
+        missing = [name for name in files if not (self.path / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{self.path}: the index names missing files: {missing}")
+        file_of, shapes = {}, {}
+        for name in files:
+            for tensor, shape in _read_shapes(self.path / name).items():
+                file_of[tensor], shapes[tensor] = self.path / name, shape
+        if listed is not None:
+            wrong = sorted(
+                tensor
+                for tensor in listed.keys() | file_of.keys()
+                if tensor not in file_of or file_of[tensor].name != listed.get(tensor)
+            )
+            if wrong:
+                raise CheckpointError(
+                    f"{self.path}: tensors are not where the index says: {wrong[:8]}"
+                )
+        return file_of, shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the text model.
+
+        A `lm_head` that is physically there is left out: Gemma 3's head is the embedding.
+        """
+        return {
+            name: shape
+            for name, shape in self._shapes.items()
+            if not name.startswith(_SKIPPED) and not name.endswith("lm_head.weight")
+        }
+
+    def rows(self, name: str, block_rows: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """A tensor's rows as float32, `block_rows` at a time (a vector is one row)."""
+        shape = self._shapes[name]
+        with safe_open(self._file_of[name], framework="numpy") as file:
+            stored = file.get_slice(name)
+            if len(shape) == 1:
+                yield slice(0, 1), stored[:].astype(np.float32)[None]
+                return
+            for start in range(0, shape[0], block_rows):
+                where = slice(start, min(start + block_rows, shape[0]))
+                yield where, stored[where].astype(np.float32)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: expected a Hugging Face folder with config.json"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is damaged or truncated ({error}); fetch or copy it again"
+        ) from error

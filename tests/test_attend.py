@@ -1,0 +1,175 @@
+"""Layers of one plan: the mask is the layer's, only the pages are the group's."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import (
+    CacheState,
+    LayerSpec,
+    MaskSpec,
+    PageTable,
+    RaggedBatch,
+    StoreSpec,
+    attend,
+    group_layers,
+)
+from tests.attention_cases import SCALE, bits, expected, live_only, make_case, usable_rows
+
+WINDOW, PAGE_SIZE = 11, 8
+LENGTHS = ((1, 37), (9, 9), (6, 50), (12, 12))
+STORE = StoreSpec(page_size=PAGE_SIZE, num_kv_heads=1, head_dim=8, dtype="float32")
+
+
+def layer(name, window, share=None, **mask):
+    return LayerSpec(
+        name=name,
+        num_q_heads=2,
+        scale=SCALE,
+        mask=MaskSpec(sliding_window=window, **mask),
+        store=STORE,
+        share_kv_from=share,
+    )
+
+
+LAYERS = (layer("local", WINDOW), layer("global", None), layer("other", 5))
+LOCAL, GLOBAL, OTHER = LAYERS
+
+
+def case_of(name):
+    """A case of this layer's own keys and values, on the same pages as every other layer's."""
+    case = make_case(LENGTHS, page_size=PAGE_SIZE, decode=1, tokens=32, seqs=6, width=8)
+    other = make_case(
+        LENGTHS, page_size=PAGE_SIZE, decode=1, tokens=32, seqs=6, width=8, seed=len(name)
+    )
+    pool = np.zeros_like(case.pool)
+    for sequence, (q_len, kv_len) in enumerate(LENGTHS):
+        for position in range(kv_len - q_len):
+            column, row = divmod(position, PAGE_SIZE)
+            for part in (0, 1):
+                token = other.stored[sequence][part][position]
+                pool[case.table[sequence, column], row, part] = token
+    return replace(other, pool=pool, table=case.table)
+
+
+CASES = {each.name: case_of(each.name) for each in LAYERS}
+
+
+def table_of(case):
+    zeros = np.zeros(len(case.table), np.int32)
+    first_page = zeros if case.first_page is None else case.first_page
+    return PageTable(jnp.asarray(case.table), jnp.asarray(first_page))
+
+
+def step(plan, tables, row, layers, **options):
+    """All layers' outputs and the cache, in one jitted step."""
+    case = CASES["local"]
+    batch = RaggedBatch(
+        *map(jnp.asarray, (case.kv_lens, case.cu_q_lens, case.distribution)), tables
+    )
+    cache = CacheState(
+        {name: CASES[name].pages() for group in plan.groups for name in group.layers}
+    )
+
+    @jax.jit
+    def forward(cache, batch):
+        outputs = {}
+        for each in layers:
+            mine = CASES[plan.storage_of(each.name)]
+            q_k_v = map(jnp.asarray, (mine.queries, mine.keys, mine.values))
+            outputs[each.name], cache = attend(
+                each, *q_k_v, cache, plan=plan, batch=batch, backend=row.backend, **options
+            )
+        return outputs, cache
+
+    return jax.tree.map(np.asarray, forward(cache, batch))
+
+
+def check(out, name, window):
+    np.testing.assert_allclose(
+        out, expected(CASES[name], sliding_window=window), atol=2e-5, rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[::-1]], ids=["windowed first", "global first"])
+@pytest.mark.parametrize("row", usable_rows())
+def test_layers_of_one_group_keep_their_own_windows(row, layers):
+    """Windowed and global layers share one table (hybrid off), whichever comes first."""
+    plan = group_layers(layers, hybrid=False, max_len=64)
+    assert len(plan.groups) == 1
+    outputs, _ = step(plan, (table_of(CASES["local"]),), row, layers)
+    for each in layers:
+        check(outputs[each.name], each.name, each.mask.sliding_window)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_storage_does_not_change_outputs(row):
+    """Hybrid on (live pages only, a table a group) and off (all pages, one table)."""
+    full = CASES["local"]
+    off = group_layers(LAYERS, hybrid=False, max_len=64)
+    on = group_layers(LAYERS, hybrid=True, max_len=64)
+    assert [group.store.retention for group in on.groups] == [WINDOW, None, 5]
+    tables = tuple(
+        table_of(live_only(full, group.store.retention))
+        if group.store.retention
+        else table_of(full)
+        for group in on.groups
+    )
+    assert tables[0].page_indices.shape[1] < full.table.shape[1]
+    outputs_off, _ = step(off, (table_of(full),), row, LAYERS)
+    outputs_on, _ = step(on, tables, row, LAYERS)
+    for each in LAYERS:
+        check(outputs_on[each.name], each.name, each.mask.sliding_window)
+        if row.backend == "xla":  # walks blocks of absolute positions, whatever the table holds
+            assert np.array_equal(bits(outputs_on[each.name]), bits(outputs_off[each.name]))
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_a_sharing_layer_reads_its_donor_under_its_own_mask(row):
+    layers = (GLOBAL, layer("shares", WINDOW, share="global"))
+    plan = group_layers(layers, max_len=64)
+    tables = (table_of(CASES["global"]),)
+    outputs, cache = step(plan, tables, row, layers)
+    check(outputs["global"], "global", None)
+    check(outputs["shares"], "global", WINDOW)
+    _, alone = step(group_layers(layers[:1], max_len=64), tables, row, layers[:1])
+    assert set(cache.pages) == {"global"}
+    assert np.array_equal(bits(cache.pages["global"]), bits(alone.pages["global"]))
+
+
+def test_a_layer_gets_what_its_mask_says():
+    plan = group_layers(LAYERS, max_len=64)
+    case = CASES["local"]
+    table = table_of(case)
+    batch = RaggedBatch(
+        *map(jnp.asarray, (case.kv_lens, case.cu_q_lens, case.distribution)), (table,) * 3
+    )
+    cache = CacheState({"local": case.pages()})
+    q_k_v = [jnp.asarray(each) for each in (case.queries, case.keys, case.values)]
+    with pytest.raises(ValueError, match="'local' has sinks=False, but sinks were given"):
+        attend(LOCAL, *q_k_v, cache, plan=plan, batch=batch, sinks=jnp.zeros(2))
+    with pytest.raises(ValueError, match="'local' has sinks=True, but none were given"):
+        attend(layer("local", 5, sinks=True), *q_k_v, cache, plan=plan, batch=batch)
+    with pytest.raises(ValueError, match="'local' has 2 query heads, got 1"):
+        attend(LOCAL, q_k_v[0][:, :1], *q_k_v[1:], cache, plan=plan, batch=batch)
+
+
+@pytest.mark.parametrize("rule", ["none", "clamp", "extend"])
+def test_every_mask_attribute_reaches_the_kernel(rule):
+    """Soft cap, sinks and image rule of the layer; a layer without a rule ignores the spans."""
+    spans = np.zeros((32, 2), np.int32)
+    spans[10:16] = 44, 50  # the new tokens of the third sequence
+    spans[16:28] = 0, 12
+    sinks = jnp.array([1.0, -0.5])
+    each = layer("local", 5, soft_cap=0.7, sinks=True, image_rule=rule)
+    plan = group_layers([each], max_len=64)
+    row = usable_rows()[0].values[0]
+    outputs, _ = step(
+        plan, (table_of(CASES["local"]),), row, [each], sinks=sinks, image_spans=jnp.asarray(spans)
+    )
+    case = CASES["local"] if rule == "none" else replace(CASES["local"], image_spans=spans)
+    expect = expected(case, sliding_window=5, soft_cap=0.7, sinks=sinks, image_rule=rule)
+    np.testing.assert_allclose(outputs["local"], expect, atol=2e-5, rtol=2e-5)

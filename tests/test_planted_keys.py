@@ -1,0 +1,174 @@
+"""One dominating key, planted: seen by exactly the queries that the definition names.
+
+A random batch with a tolerance cannot see an off-by-one. Here a key with all the weight is put at
+one position at a time: a query that sees it must give its value, a query that does not must not
+move by a bit.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.attention_cases import bits, make_case, run, sees, usable_rows, with_images
+
+WINDOW = 11  # a multiple of none of the page sizes
+PAGE_SIZES = (4, 16, 40)
+TOKENS, WIDTH_TOKENS = 64, 80
+LOUD = 40.0  # with queries of ones over 8 dims and scale 0.4: a score of 128 among scores below 8
+VALUE = 77.0
+
+rows = pytest.mark.parametrize("row", usable_rows())
+page_sizes = pytest.mark.parametrize("page_size", PAGE_SIZES)
+
+
+def make(lengths, page_size, decode=0):
+    """A case in one common shape whose queries are all ones."""
+    case = make_case(
+        lengths,
+        page_size=page_size,
+        decode=decode,
+        tokens=TOKENS,
+        seqs=16,
+        width=WIDTH_TOKENS // page_size + 1,
+        ratio=1,
+        head_dim=8,
+    )
+    return replace(case, queries=np.ones_like(case.queries))
+
+
+def plant(case, positions):
+    """The same case with a loud key at one position of each sequence (where it has it)."""
+    pool, keys, values = case.pool.copy(), case.keys.copy(), case.values.copy()
+    for sequence, position in enumerate(positions):
+        q_len, kv_len = case.lengths[sequence]
+        if not 0 <= position < kv_len:
+            continue
+        if position < kv_len - q_len:
+            page = case.table[sequence, position // case.page_size]
+            pool[page, position % case.page_size, 0] = LOUD
+            pool[page, position % case.page_size, 1] = VALUE
+        else:
+            row = case.rows(sequence).start + position - (kv_len - q_len)
+            keys[row], values[row] = LOUD, VALUE
+    return replace(case, pool=pool, keys=keys, values=values)
+
+
+def check(row, case, clean, positions, **options):
+    """Every row of every sequence either is the planted value or did not move at all."""
+    out, _ = run(plant(case, positions), row.backend, **options)
+    mask = {"window": options["sliding_window"], "causal": options.get("causal", True)}
+    for flat, sequence, query in case.places():
+        if not 0 <= positions[sequence] < case.lengths[sequence][1]:
+            continue  # nothing was planted here
+        if case.image_spans is not None:
+            mask |= {"span": case.image_spans[flat], "rule": options["image_rule"]}
+        where = f"{query=} planted={positions[sequence]} {case.page_size=}"
+        if sees(query, positions[sequence], **mask):
+            np.testing.assert_allclose(out[flat], VALUE, rtol=1e-6, err_msg=where)
+        else:
+            assert np.array_equal(bits(out[flat]), bits(clean[flat])), where
+
+
+def edges(page_size, kv_len):
+    """Positions on both sides of every page edge, and the ends."""
+    around = {edge + side for edge in range(0, kv_len, page_size) for side in (-1, 0, 1)}
+    return sorted(p for p in around | {kv_len - 1} if 0 <= p < kv_len)
+
+
+@rows
+@page_sizes
+def test_prefill(row, page_size):
+    case = make([(60, 60)], page_size)
+    clean, _ = run(case, row.backend, sliding_window=WINDOW)
+    for edge in edges(page_size, 60):
+        # The key at an edge, and the keys which the query at an edge just sees and just misses.
+        for position in {edge, edge - WINDOW, edge - WINDOW + 1}:
+            check(row, case, clean, [position], sliding_window=WINDOW)
+
+
+@rows
+@page_sizes
+def test_chunk(row, page_size):
+    """Chunks that start and end on, before and after a page edge, in one batch."""
+    ends = [page_size + side for side in (-1, 0, 1)] + [WINDOW + 2, 37, 48, 59, 60]
+    lengths = [(min(7, end), end) for end in ends]
+    case = make(lengths, page_size)
+    clean, _ = run(case, row.backend, sliding_window=WINDOW)
+    for side in (0, 1):  # q - W must not be seen, q - W + 1 must be
+        for of_first in (True, False):
+            queries = [end - q_len if of_first else end - 1 for q_len, end in lengths]
+            positions = [query - WINDOW + side for query in queries]
+            check(row, case, clean, positions, sliding_window=WINDOW)
+    for back in range(1, 20):
+        check(row, case, clean, [end - back for end in ends], sliding_window=WINDOW)
+
+
+@rows
+@page_sizes
+@pytest.mark.parametrize("decode", [0, 16], ids=["as prefill", "as decode"])
+def test_decode(row, page_size, decode):
+    """Sixteen queries at once: around the page edges, and around the window's own length."""
+    queries = [
+        *(page_size + side for side in (-1, 0, 1)),
+        *(page_size + WINDOW + side for side in (-2, -1, 0)),  # the window starts at a page edge
+        *(WINDOW + side for side in (-2, -1, 0, 1)),
+        *(2 * page_size - 1, 2 * page_size - 2, 0, 1, 33, 64),
+    ]
+    queries = [min(query, WIDTH_TOKENS - 1) for query in queries]
+    case = make([(1, query + 1) for query in queries], page_size, decode=decode)
+    clean, _ = run(case, row.backend, sliding_window=WINDOW)
+    for distance in (WINDOW, WINDOW - 1, WINDOW + 1, 1, 0):
+        positions = [query - distance for query in queries]
+        check(row, case, clean, positions, sliding_window=WINDOW)
+
+
+@rows
+@pytest.mark.parametrize("window", [1, 2, 16, 17])
+def test_windows_on_page_edges(row, window):
+    case = make([(30, 60), (20, 20)], 16)
+    clean, _ = run(case, row.backend, sliding_window=window)
+    for query in range(30, 60, 3):
+        for distance in (window, window - 1):
+            positions = [query - distance, query - 40 - distance]
+            check(row, case, clean, positions, sliding_window=window)
+
+
+@rows
+def test_no_window_sees_the_first_key(row):
+    case = make([(1, 80), (7, 41), (20, 20)], 16, decode=1)
+    clean, _ = run(case, row.backend, sliding_window=None)
+    for positions in ([0, 0, 0], [79, 40, 19], [1, 34, 7]):
+        check(row, case, clean, positions, sliding_window=None)
+
+
+@rows
+@page_sizes
+@pytest.mark.parametrize("window", [WINDOW, None])
+def test_not_causal_sees_both_sides(row, page_size, window):
+    if not row.non_causal:
+        pytest.skip("not claimed")
+    options = {"sliding_window": window, "causal": False}
+    case = make([(44, 44), (9, 60)], page_size)
+    clean, _ = run(case, row.backend, **options)
+    for position in edges(page_size, 44):
+        for distance in (0, WINDOW, WINDOW - 1, 1 - WINDOW, -WINDOW):
+            check(row, case, clean, [position + distance, 50 + distance], **options)
+
+
+@rows
+@page_sizes
+@pytest.mark.parametrize("rule", ["clamp", "extend"])
+def test_image_edges(row, page_size, rule):
+    """An image longer than the window, its edges off the page edges; and text around it."""
+    if rule not in row.image_rules:
+        pytest.skip("not claimed")
+    options = {"sliding_window": WINDOW, "image_rule": rule}
+    start, end = 14, 33
+    case = make([(40, 40), (23, 50)], page_size)
+    case = with_images(case, {0: [(start, end)], 1: [(29, 45)]})
+    clean, _ = run(case, row.backend, **options)
+    keys = {start - 1, start, start + 1, end - 1, end, end - WINDOW, end - WINDOW - 1}
+    keys |= {start - WINDOW, start - WINDOW + 1, end + 1, 0, 39}
+    for key in sorted(keys):
+        check(row, case, clean, [key, key + 12], **options)
