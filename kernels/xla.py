@@ -136,11 +136,10 @@ def ragged_paged_attention(
                 state, query, key, value, seen, compute_dtype, precision, sm_scale, soft_cap
             )
 
-        rows = (num_kv_heads, block_q * groups)
-        state = _Softmax(
-            top=jnp.full((*rows, 1), jnp.finfo(jnp.float32).min),
-            total=jnp.zeros((*rows, 1), jnp.float32),
-            out=jnp.zeros((*rows, head_dim), jnp.float32),
+        state = _Softmax(  # shaped like the queries, so that it varies with them in a shard_map
+            top=jnp.full_like(query[..., :1], jnp.finfo(jnp.float32).min, jnp.float32),
+            total=jnp.zeros_like(query[..., :1], jnp.float32),
+            out=jnp.zeros_like(query, jnp.float32),
         )
         first_block, end_block = first_key // block_kv, -(-end_key // block_kv)
         state = jax.lax.fori_loop(first_block, end_block, step, state)

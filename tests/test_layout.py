@@ -51,7 +51,9 @@ def test_wrong_dtype_and_backend_are_refused():
         kv_pages_shape(**GEOMETRY, dtype="float32", backend="cuda")
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), *zip(QUANTIZED[1:], (448, 57344))])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("int8", 127), ("float8_e4m3fn", 448), ("float8_e5m2", 57344)]
+)
 def test_quantize(dtype, largest):
     """The largest element of a row uses the whole range; the error is half a step."""
     tokens = np.random.default_rng(0).standard_normal((50, 2, 8)).astype(np.float32)

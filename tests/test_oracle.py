@@ -93,6 +93,7 @@ IMAGE_2_TO_4 = [(0, 0), (0, 0), (2, 5), (2, 5), (2, 5), (7, 7)]
         (GLOBAL_IMAGE, {"sliding_window": None, "image_rule": "clamp"}),
         (GLOBAL_IMAGE, {"sliding_window": None, "image_rule": "extend"}),
     ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
 )
 def test_drawn_masks(drawn, options):
     drawn = np.array(drawn.split(), int).reshape(6, 6).astype(bool)

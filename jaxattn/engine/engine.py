@@ -175,10 +175,8 @@ class Engine:
 
 
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The token counts that steps are compiled for: powers of 4 from 2, and the two limits.
-
-    The least is 2, since a product with a single row is slow on CPU (see `models.gemma3.layers`).
-    """
-    powers = [2 * 4**exponent for exponent in range(16)]
-    limits = [max(2, max_num_seqs), max(2, max_num_batched_tokens)]
-    return tuple(sorted({size for size in powers if size < limits[1]} | set(limits)))
+    """The token counts that steps are compiled for: 1, 2, powers of 4 from 8, and both limits."""
+    sizes = [1, 2, *(8 * 4**exponent for exponent in range(16)), max_num_seqs]
+    return tuple(
+        sorted({size for size in sizes if size < max_num_batched_tokens} | {max_num_batched_tokens})
+    )

@@ -48,7 +48,11 @@ class Runner:
             table_width(plan, group, **limits) for group in range(len(plan.groups))
         )
         graph, self._weights = nnx.split(model)
-        self._step = jax.jit(partial(_step, graph, plan, backend), donate_argnames="cache")
+        self._step = jax.jit(
+            partial(_step, graph, plan, backend),
+            donate_argnames="cache",
+            compiler_options=_compiler_options(),
+        )
         self._score = jax.jit(partial(_score, graph))
         self.reset()
 
@@ -124,6 +128,11 @@ class Runner:
         for row, sequence in enumerate(sequences):
             in_prompt[row], counts[row] = sequence.history(self.vocab_size)
         return params, TokenHistory(in_prompt, counts)
+
+
+def _compiler_options() -> dict[str, int]:
+    """512-bit vectors on CPU: with XLA's 256 the head of a single row takes 1.6 times as long."""
+    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
 
 
 def _step(

@@ -2,31 +2,41 @@
 
 Both formats become one flat dict, named and shaped by `expected_shapes`. Every tensor of the file
 is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
-Rows are converted block by block straight into their place, so that the peak is the weights as
-kept plus a few blocks.
+Blocks of rows are converted by a few threads, straight into their place, so that the peak is the
+weights as kept plus a few blocks.
 """
+
+import os
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import ml_dtypes
 import numpy as np
 
-from jaxattn.models.gemma3.config import CONFIGS, Gemma3Config, from_gguf, from_hf
+from jaxattn.models.gemma3.config import (
+    CONFIGS,
+    PADDED_VOCAB_SIZE,
+    VOCAB_SIZE,
+    Gemma3Config,
+    from_gguf,
+    from_hf,
+)
 from jaxattn.models.gemma3.errors import CheckpointError
 from jaxattn.models.gemma3.gguf import GGUFFile
 from jaxattn.models.gemma3.huggingface import HuggingFaceFolder
 from jaxattn.models.gemma3.packaged import packaged_gguf
 
-BLOCK_BYTES = 16 * 2**20  # of float32 in one row block
-_THREADS = 2
+_BLOCK_BYTES = 8 * 2**20  # of float32, what a thread converts at a time
+_THREADS = min(4, os.cpu_count() or 1)
 _NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 WeightDtype = Literal["float32", "bfloat16"]
-Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
+Progress = Callable[[int, int], None]  # (blocks of rows loaded, blocks in all)
 
 
 class Checkpoint(Protocol):
@@ -37,8 +47,8 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor that the text model may use, by the file's own name."""
 
-    def rows(self, name: str, block_rows: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """A tensor in blocks of rows, as float32 (a vector is one row)."""
+    def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """Rows of a tensor as float32, in one piece or more (a vector is one row)."""
 
 
 @dataclass(frozen=True)
@@ -100,39 +110,40 @@ def load_config(model: str) -> Gemma3Config:
 
 
 def load_weights(
-    path: Path, *, dtype: WeightDtype, progress: Progress | None = None
+    path: str | os.PathLike[str], *, dtype: WeightDtype, progress: Progress | None = None
 ) -> tuple[Gemma3Config, dict[str, np.ndarray]]:
     """Config and weights of a checkpoint. Matrices in `dtype`, norms in float32.
 
+    The arrays begin on 64-byte boundaries: `jax.device_put` takes them on CPU without a copy.
+
     Raises CheckpointError, naming every tensor that is missing, unexpected, wrongly shaped or
-    not finite.
+    not finite, or for a damaged file; UnsupportedModelError for another model.
     """
-    checkpoint, config, names = _open(path)
+    kept = _numpy_dtype(dtype)
+    checkpoint, config, names = _open(Path(path))
     shapes = expected_shapes(config)
     _check_names(checkpoint, names, shapes)
     weights = {
-        name: _aligned(shape, np.float32 if _is_norm(name) else np.dtype(dtype_of(dtype)))
+        name: _aligned(shape, np.dtype(np.float32) if _is_norm(name) else kept)
         for name, shape in shapes.items()
     }
-    not_finite = []
+    not_finite = set()
 
-    def fill(name: str) -> str:
-        target, offset = weights[name], names.norm_offset if _is_norm(name) else 0.0
-        rows = target.reshape(-1, target.shape[-1])
-        block_rows = max(1, BLOCK_BYTES // (4 * target.shape[-1]))
-        for where, values in checkpoint.rows(names.of[name], block_rows):
+    def fill(block: tuple[str, slice]) -> None:
+        name, rows = block
+        target = weights[name].reshape(-1, shapes[name][-1])
+        offset = np.float32(names.norm_offset if _is_norm(name) else 0)
+        for where, values in checkpoint.rows(names.of[name], rows):
             if not np.isfinite(values).all():
-                not_finite.append(names.of[name])
-                break
-            kept = values[: len(rows) - where.start]  # without a padded embedding's last rows
-            rows[where] = kept - np.float32(offset) if offset else kept
-        return name
+                not_finite.add(names.of[name])
+            target[where] = values - offset if offset else values
 
+    blocks = [(name, rows) for name, shape in shapes.items() for rows in _row_blocks(shape)]
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            for count, _ in enumerate(pool.map(fill, shapes), start=1):
+            for count, _ in enumerate(pool.map(fill, blocks), start=1):
                 if progress is not None:
-                    progress(count, len(shapes))
+                    progress(count, len(blocks))
         except BaseException:  # also Ctrl-C: do not load the rest first
             pool.shutdown(cancel_futures=True)
             raise
@@ -141,18 +152,27 @@ def load_weights(
     return config, weights
 
 
-def dtype_of(name: WeightDtype) -> type:
-    """The numpy type of a weight dtype."""
-    return {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[name]
+def _numpy_dtype(name: str) -> np.dtype:
+    if name not in get_args(WeightDtype):
+        raise ValueError(f"dtype={name!r}: weights are kept in one of {get_args(WeightDtype)}")
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else np.float32)
+
+
+def _row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """A tensor's rows in steps of about `_BLOCK_BYTES`; a vector is one row."""
+    num_rows = prod(shape[:-1])
+    step = max(1, _BLOCK_BYTES // (4 * shape[-1]))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 def _is_norm(name: str) -> bool:
     return name == "final_norm" or name.rpartition(".")[2] in _NORMS
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """An empty array on a 64-byte boundary, which the CPU backend takes without a copy."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array on a 64-byte boundary."""
+    size = prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
@@ -185,8 +205,8 @@ def _check_names(checkpoint: Checkpoint, names: _Names, shapes: dict[str, tuple[
 
 
 def _is_padded(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Multimodal checkpoints have 64 unused rows at the end of the embedding."""
-    return stored == (shape[0] + 64, *shape[1:])
+    """Multimodal checkpoints have 64 unused rows at the end of the embedding: not read."""
+    return shape[0] == VOCAB_SIZE and stored == (PADDED_VOCAB_SIZE, *shape[1:])
 
 
 def _gguf_names(config: Gemma3Config) -> dict[str, str]:

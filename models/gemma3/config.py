@@ -4,7 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jaxattn.spec import check_positive_int
+
 GLOBAL_EVERY = 6  # five local layers, then a global one
+VOCAB_SIZE = 262_144
+PADDED_VOCAB_SIZE = 262_208  # of multimodal checkpoints: the last 64 rows are unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +26,10 @@ class Gemma3Layer:
     rope_factor: float
 
 
+_SIZES = ("embed_dim", "mlp_dim", "num_q_heads", "num_kv_heads", "head_dim", "max_position")
+_SIZES += ("vocab_size",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config:
     """A text model. `query_scale` multiplies q k: `1 / sqrt(query_pre_attn_scalar)`."""
@@ -32,8 +42,19 @@ class Gemma3Config:
     query_scale: float
     max_position: int
     layers: tuple[Gemma3Layer, ...]
-    vocab_size: int = 262_144
+    vocab_size: int = VOCAB_SIZE
     rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            check_positive_int(name, getattr(self, name))
+        if not self.layers:
+            raise ValueError("layers is empty: a model has at least one")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads={self.num_q_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -51,6 +72,7 @@ def layer_pattern(
     global_every: int = GLOBAL_EVERY,
 ) -> tuple[Gemma3Layer, ...]:
     """Every `global_every`-th layer is global; the tail, if any, is local."""
+    check_positive_int("global_every", global_every)
     local = Gemma3Layer(sliding_window=sliding_window, rope_theta=local_theta, rope_factor=1.0)
     full = Gemma3Layer(sliding_window=None, rope_theta=global_theta, rope_factor=global_factor)
     return tuple(full if (i + 1) % global_every == 0 else local for i in range(num_layers))
@@ -115,7 +137,7 @@ class UnsupportedModelError(ValueError):
 
 
 _HF_DEFAULTS: dict[str, Any] = {  # transformers', for keys that a config.json leaves out
-    "vocab_size": 262_208,
+    "vocab_size": PADDED_VOCAB_SIZE,
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
@@ -136,6 +158,7 @@ _HF_ONLY = {  # the values with which our model is the same
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
+    "quantization_config": (None,),
     "tie_word_embeddings": (True, None),
 }
 
@@ -147,11 +170,12 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
     Raises UnsupportedModelError for another model, or an option that would change the result.
     """
     text = config_json.get("text_config", config_json)
-    kinds = {config_json.get("model_type"), text.get("model_type", "gemma3_text")}
-    if not kinds <= {"gemma3", "gemma3_text"}:
-        raise UnsupportedModelError(
-            f"model_type is {config_json.get('model_type')!r}, expected 'gemma3' or 'gemma3_text'"
-        )
+    for kind in (config_json.get("model_type"), text.get("model_type", "gemma3_text")):
+        if kind not in ("gemma3", "gemma3_text"):
+            raise UnsupportedModelError(
+                f"config.json has model_type={kind!r}; only 'gemma3' and 'gemma3_text' are "
+                "implemented"
+            )
     for name, allowed in _HF_ONLY.items():
         value = text.get(name, config_json.get(name))
         if value not in allowed:
@@ -163,7 +187,6 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
         value = text.get(name)
         return _HF_DEFAULTS[name] if value is None else value
 
-    vocab_size = get("vocab_size")
     return Gemma3Config(
         embed_dim=get("hidden_size"),
         mlp_dim=get("intermediate_size"),
@@ -173,7 +196,7 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
         query_scale=get("query_pre_attn_scalar") ** -0.5,
         max_position=get("max_position_embeddings"),
         layers=_hf_layers(text, get),
-        vocab_size=262_144 if vocab_size == 262_208 else vocab_size,
+        vocab_size=_without_padding(get("vocab_size")),
         rms_norm_eps=get("rms_norm_eps"),
     )
 
@@ -192,40 +215,59 @@ def _hf_layers(text: dict[str, Any], get: Callable[[str], Any]) -> tuple[Gemma3L
         raise UnsupportedModelError(
             f"layer_types has {len(types)} entries for {count} layers, unknown: {sorted(unknown)}"
         )
-    rope = text.get("rope_parameters") or {}  # v5: one record for each type of layer
-    if "full_attention" not in rope:  # v4: two bases, and a scaling of the global one
+    rope, scaling = text.get("rope_parameters"), text.get("rope_scaling")
+    if rope and scaling:
+        raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling")
+    if not rope:  # transformers v4: two bases, and a scaling of the global one
         rope = {
-            "full_attention": {
-                "rope_theta": get("rope_theta"),
-                **(text.get("rope_scaling") or {}),
-            },
+            "full_attention": {"rope_theta": get("rope_theta"), **(scaling or {})},
             "sliding_attention": {"rope_theta": get("rope_local_base_freq")},
         }
     kinds = {
         kind: Gemma3Layer(
             sliding_window=None if kind == "full_attention" else get("sliding_window"),
-            rope_theta=float(rope[kind]["rope_theta"]),
-            rope_factor=_rope_factor(rope[kind]),
+            rope_theta=theta,
+            rope_factor=factor,
         )
         for kind in sorted(set(types))
+        for theta, factor in [_rope(kind, rope)]
     }
     return tuple(kinds[kind] for kind in types)
 
 
-def _rope_factor(record: dict[str, Any]) -> float:
+def _rope(layer_type: str, rope: dict[str, Any]) -> tuple[float, float]:
+    """Base and linear factor of one type of layer."""
+    record = rope.get(layer_type)
+    if not isinstance(record, dict) or "rope_theta" not in record:
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters={rope!r} has no rope_theta for {layer_type!r}"
+        )
+    set_keys = {key for key, value in record.items() if value is not None}
+    unknown = sorted(set_keys - {"rope_type", "type", "rope_theta", "factor"})
     kind = record.get("rope_type", record.get("type", "default"))
-    if kind == "default":
-        return 1.0
-    if kind == "linear":
-        return float(record["factor"])
-    raise UnsupportedModelError(f"rope type {kind!r}: only 'default' and 'linear' are implemented")
+    if kind not in ("default", "linear") or unknown:
+        raise UnsupportedModelError(
+            f"config.json has rope type {kind!r} {unknown or ''}for {layer_type!r}: only 'default' "
+            "and 'linear' (with its factor) are implemented"
+        )
+    if kind == "linear" and "factor" not in set_keys:
+        raise UnsupportedModelError(
+            f"config.json: rope type 'linear' of {layer_type!r} has no factor"
+        )
+    return float(record["rope_theta"]), float(record["factor"]) if kind == "linear" else 1.0
+
+
+def _without_padding(vocab_size: int) -> int:
+    return VOCAB_SIZE if vocab_size == PADDED_VOCAB_SIZE else vocab_size
 
 
 def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
     """The config of a GGUF file from its metadata.
 
-    The file holds neither the layer pattern, the local rope base nor the query scale; they are
-    the published ones (the scale differs from `1 / sqrt(head_dim)` only in the 62-layer 27B).
+    Most files hold neither the layer pattern, the local rope base nor the query scale; they are
+    then the published ones (the scale differs from `1 / sqrt(head_dim)` only in the 62-layer
+    27B). Raises UnsupportedModelError for another model, or an option that would change the
+    result.
     """
     architecture = metadata.get("general.architecture")
     if architecture != "gemma3":
@@ -237,24 +279,48 @@ def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
             raise UnsupportedModelError(f"the file's metadata lack 'gemma3.{name}'")
         return value
 
-    if metadata.get("gemma3.final_logit_softcapping"):
-        raise UnsupportedModelError("gemma3.final_logit_softcapping: Gemma 3 has no soft cap")
-    num_layers, head_dim = int(get("block_count")), int(get("attention.key_length"))
-    pre_attention_scalar = 168 if num_layers == 62 else head_dim
+    def size(name: str, default: int | None = None) -> int:
+        value = get(name, default)
+        if not isinstance(value, int):
+            raise UnsupportedModelError(f"gemma3.{name}={value!r}: only one int is implemented")
+        return value
+
+    num_layers, head_dim = size("block_count"), size("attention.key_length")
+    for name, allowed in {
+        "attention.value_length": (head_dim,),
+        "attention.causal": (True,),
+        "attn_logit_softcapping": (0.0,),
+        "final_logit_softcapping": (0.0,),
+        "rope.scaling.type": ("linear", "none"),
+        "rope.dimension_count": (head_dim,),
+    }.items():
+        if get(name, allowed[0]) not in allowed:
+            raise UnsupportedModelError(
+                f"gemma3.{name}={get(name)!r}: only {allowed[0]!r} is implemented"
+            )
+    linear = get("rope.scaling.type", "linear") == "linear"
+    query_scale = (168 if num_layers == 62 else head_dim) ** -0.5
+    if "tokenizer.ggml.tokens" in metadata:
+        vocab_size = len(metadata["tokenizer.ggml.tokens"])
+    else:
+        vocab_size = size("vocab_size")
     return Gemma3Config(
-        embed_dim=int(get("embedding_length")),
-        mlp_dim=int(get("feed_forward_length")),
-        num_q_heads=int(get("attention.head_count")),
-        num_kv_heads=int(get("attention.head_count_kv")),
+        embed_dim=size("embedding_length"),
+        mlp_dim=size("feed_forward_length"),
+        num_q_heads=size("attention.head_count"),
+        num_kv_heads=size("attention.head_count_kv"),
         head_dim=head_dim,
-        query_scale=pre_attention_scalar**-0.5,
-        max_position=int(get("context_length")),
+        query_scale=float(get("attention.scale", query_scale)),
+        max_position=size("context_length"),
         layers=layer_pattern(
             num_layers,
-            sliding_window=int(get("attention.sliding_window")),
+            sliding_window=size("attention.sliding_window"),
             global_theta=float(get("rope.freq_base", 1_000_000.0)),
-            global_factor=float(get("rope.scaling.factor", 1.0)),
+            global_factor=float(get("rope.scaling.factor", 1.0)) if linear else 1.0,
+            local_theta=float(get("rope.freq_base_swa", 10_000.0)),
+            global_every=size("attention.sliding_window_pattern", GLOBAL_EVERY),
         ),
-        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        rms_norm_eps=1e-6,
+        vocab_size=_without_padding(vocab_size),
+        # The file's float32 as its shortest decimal: 1e-6, not 9.999999974752427e-07.
+        rms_norm_eps=float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
     )

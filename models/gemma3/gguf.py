@@ -14,11 +14,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
+from gguf.quants import QuantError, dequantize
 
 from jaxattn.models.gemma3.errors import CheckpointError
 
 _ALIGNMENT = 32  # unless `general.alignment` says otherwise
+_PIECE_BYTES = 2 * 2**20  # of float32: the temporaries of a piece stay in a core's cache
 _NUMBERS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -71,6 +72,21 @@ class GGUFFile:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"{path}: the GGUF header is damaged ({error})") from error
+        if self.metadata.get("split.count", 1) > 1:
+            raise CheckpointError(
+                f"{path} is one of {self.metadata['split.count']} parts: join them into one file "
+                "(llama-gguf-split --merge)"
+            )
+        unreadable = [
+            f"{tensor.name} ({tensor.kind.name})"
+            for tensor in self.tensors.values()
+            if not _can_dequantise(tensor.kind)
+        ]
+        if unreadable:
+            raise CheckpointError(
+                f"{path}: the gguf library cannot dequantise {', '.join(unreadable)}; use a file "
+                "of another type, such as Q8_0, Q4_K_M, BF16, F16 or F32"
+            )
         for tensor in self.tensors.values():
             end = tensor.offset + tensor.num_rows * tensor.row_bytes
             if end > size:
@@ -83,27 +99,27 @@ class GGUFFile:
         """Shape of every tensor in the file."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def rows(self, name: str, block_rows: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """A tensor's rows as float32, `block_rows` at a time: `(rows, values[rows, columns])`."""
+    def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """Rows of a tensor as float32, in pieces: `(rows, values[rows, columns])`."""
         tensor = self.tensors[name]
+        columns = tensor.shape[-1]
+        step = max(1, _PIECE_BYTES // (4 * columns))
         with self.path.open("rb") as file:
-            file.seek(tensor.offset)
-            for start in range(0, tensor.num_rows, block_rows):
-                count = min(block_rows, tensor.num_rows - start)
-                raw = file.read(count * tensor.row_bytes)
-                stored = np.frombuffer(raw, np.uint8).reshape(count, tensor.row_bytes)
-                yield slice(start, start + count), _to_float32(stored, tensor)
+            file.seek(tensor.offset + rows.start * tensor.row_bytes)
+            for start in range(rows.start, rows.stop, step):
+                stop = min(start + step, rows.stop)
+                raw = _read(file, (stop - start) * tensor.row_bytes)
+                # One long row: the library converts 16 rows at a time, here too few to be quick.
+                values = dequantize(np.frombuffer(raw, np.uint8)[None], tensor.kind)
+                yield slice(start, stop), values.reshape(stop - start, columns)
 
 
-def _to_float32(stored: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     try:
-        values = dequantize(stored, tensor.kind)
-    except NotImplementedError:
-        raise CheckpointError(
-            f"tensor {tensor.name!r} is of type {tensor.kind.name}, which the gguf library cannot "
-            "dequantise; use a file quantised as Q8_0, Q4_K_M, BF16, F16 or F32"
-        ) from None
-    return np.ascontiguousarray(values, np.float32)
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, QuantError):
+        return False
+    return True
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

@@ -78,17 +78,13 @@ class HuggingFaceFolder:
             if not name.startswith(_SKIPPED) and not name.endswith("lm_head.weight")
         }
 
-    def rows(self, name: str, block_rows: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """A tensor's rows as float32, `block_rows` at a time (a vector is one row)."""
-        shape = self._shapes[name]
+    def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """Rows of a tensor as float32, in one piece (a vector is one row)."""
+        # Opened for each piece, so that no more of the mapped file stays in memory.
         with safe_open(self._file_of[name], framework="numpy") as file:
             stored = file.get_slice(name)
-            if len(shape) == 1:
-                yield slice(0, 1), stored[:].astype(np.float32)[None]
-                return
-            for start in range(0, shape[0], block_rows):
-                where = slice(start, min(start + block_rows, shape[0]))
-                yield where, stored[where].astype(np.float32)
+            values = stored[:][None] if len(self._shapes[name]) == 1 else stored[rows]
+        yield rows, values.astype(np.float32)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The parts of a Gemma 3 block: projection, norm, rotary embedding, attention, MLP."""
+"""The parts of a Gemma 3 block: norm, rotary embedding, attention, MLP."""
 
 import jax
 import jax.numpy as jnp
@@ -10,31 +10,8 @@ from jaxattn.batch import RaggedBatch
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
 from jaxattn.models.gemma3.config import Gemma3Config, Gemma3Layer
+from jaxattn.models.gemma3.linear import Linear
 from jaxattn.spec import LayerSpec
-
-
-class Linear(nnx.Module):
-    """`y = x W^T` without bias; the weight is stored `[out, in]`, as checkpoints have it."""
-
-    def __init__(self, weight: Float[Array, "out in"]):
-        self.weight = nnx.Param(weight)
-
-    def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
-        return project(x, self.weight[...])
-
-
-def project(
-    x: Float[Array, "tokens in"],
-    weight: Float[Array, "out in"],
-    out_dtype: jnp.dtype | None = None,
-) -> Float[Array, "tokens out"]:
-    """`x W^T`, contracted in place: writing `dot(x, W.T)` makes XLA copy the weight on CPU.
-
-    Keep at least two rows: for a single row XLA on CPU converts a bfloat16 weight to float32.
-    """
-    return jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype or x.dtype
-    )
 
 
 class RMSNorm(nnx.Module):

@@ -12,7 +12,8 @@ from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
 from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config
-from jaxattn.models.gemma3.layers import Block, RMSNorm, project
+from jaxattn.models.gemma3.layers import Block, RMSNorm
+from jaxattn.models.gemma3.linear import project
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 

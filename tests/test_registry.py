@@ -1,0 +1,600 @@
+"""What is not claimed is refused while tracing, with the value, the claim and a way out."""
+
+import logging
+import re
+import sys
+import types
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxattn import (
+    Target,
+    UnsupportedAttentionError,
+    kv_pages_shape,
+    ragged_paged_attention,
+    registry,
+    support_table,
+)
+from jaxattn.registry import ANY, AUTOMATIC, CAPABILITIES, Need, select, supports
+from tests.attention_cases import usable_rows
+
+CPU = Target("cpu", "cpu")
+T4 = Target("gpu", "Tesla T4", (7, 5))
+H100 = Target("gpu", "NVIDIA H100", (9, 0))
+XLA = CAPABILITIES["xla"]
+NEED = Need(
+    target=CPU,
+    sliding_window=11,
+    soft_cap=None,
+    sinks=False,
+    image_rule="none",
+    causal=True,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    page_size=16,
+    query_dtype="float32",
+    kv_dtype="float32",
+    first_page=False,
+    update_kv_cache=True,
+)
+
+
+def shape(dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def arguments(need=NEED):
+    """The public function's arguments that ask for exactly this need (shapes, no values)."""
+    new = shape((6, need.num_kv_heads, need.head_dim), need.query_dtype)
+    pages = kv_pages_shape(
+        num_pages=5,
+        page_size=need.page_size,
+        num_kv_heads=need.num_kv_heads,
+        head_dim=need.head_dim,
+        dtype=need.kv_dtype,
+    )
+    arrays = {
+        "queries": shape((6, need.num_q_heads, need.head_dim), need.query_dtype),
+        "keys": new,
+        "values": new,
+        "kv_pages": pages,
+        "kv_lens": shape((3,), "int32"),
+        "page_indices": shape((3, 4), "int32"),
+        "cu_q_lens": shape((4,), "int32"),
+        "distribution": shape((3,), "int32"),
+    }
+    if need.sinks:
+        arrays["sinks"] = shape((need.num_q_heads,))
+    if need.image_rule != "none":
+        arrays["image_spans"] = shape((6, 2), "int32")
+    if need.first_page:
+        arrays["first_page"] = shape((3,), "int32")
+    static = {
+        "sm_scale": 1.0,
+        "sliding_window": need.sliding_window,
+        "soft_cap": need.soft_cap,
+        "image_rule": need.image_rule,
+        "causal": need.causal,
+        "update_kv_cache": need.update_kv_cache,
+        "target": need.target,
+    }
+    return arrays, static
+
+
+def trace(need=NEED, *, changes=None, **options):
+    """Trace the public function; nothing is computed. `changes` replace single arguments."""
+    arrays, static = arguments(need)
+    for name, value in (changes or {}).items():
+        (static if name in static else arrays)[name] = value
+    return jax.eval_shape(partial(ragged_paged_attention, **static, **options), **arrays)
+
+
+# Values outside a row's claim, one entry for each field of Need: [(changes, what it says)].
+
+
+def outside_target(row):
+    if row.platforms is not ANY:
+        yield {"target": Target("abacus")}, "on abacus (abacus)"
+    if row.min_compute_capability is not ANY:
+        major = row.min_compute_capability[0] - 1
+        yield {"target": Target("gpu", "old", (major, 9))}, f"capability {major}.9"
+
+
+def outside_set(field, name, values):
+    def outside(row):
+        allowed = getattr(row, name)
+        if allowed is not ANY:
+            for value in values:
+                if value not in allowed:
+                    yield {field: value}, str(value)
+
+    return outside
+
+
+def outside_page_size(row):
+    if row.page_sizes is not ANY:
+        least, most = row.page_sizes
+        for page_size in {max(least - 1, 1), most + 1} - set(range(least, most + 1)):
+            yield {"page_size": page_size}, f"page_size={page_size}"
+
+
+def outside_ratio(row):
+    if row.q_heads_per_kv_head is not ANY:
+        least, most = row.q_heads_per_kv_head
+        for ratio in {max(least - 1, 1), most + 1} - set(range(least, most + 1)):
+            heads = {"num_q_heads": 2 * ratio, "num_kv_heads": 2}
+            yield heads, f"query heads per kv head={ratio}"
+
+
+def outside_flag(changes, flag, says):
+    return lambda row: [] if getattr(row, flag) else [(changes, says)]
+
+
+OUTSIDE = {
+    "target": outside_target,
+    "sliding_window": outside_flag({"sliding_window": 7}, "sliding_window", "sliding_window=7"),
+    "soft_cap": outside_flag({"soft_cap": 30.0}, "soft_cap", "soft_cap=30.0"),
+    "sinks": outside_flag({"sinks": True}, "sinks", "attention sinks"),
+    "image_rule": outside_set("image_rule", "image_rules", ("clamp", "extend")),
+    "causal": outside_flag({"causal": False}, "non_causal", "causal=False"),
+    "num_q_heads": outside_ratio,
+    "num_kv_heads": lambda row: [],  # judged with num_q_heads, as a ratio
+    "head_dim": outside_set("head_dim", "head_dims", (40, 72, 512)),
+    "page_size": outside_page_size,
+    "query_dtype": outside_set("query_dtype", "query_dtypes", ("float16", "float8_e5m2")),
+    "kv_dtype": outside_set("kv_dtype", "kv_dtypes", ("float16",)),
+    "first_page": outside_flag({"first_page": True}, "first_page", "first_page"),
+    "update_kv_cache": outside_flag(
+        {"update_kv_cache": False}, "shared_kv", "update_kv_cache=False"
+    ),
+}
+CELLS = [
+    pytest.param(row, changes, says, id=f"{row.backend}-{field}-{says}")
+    for row in CAPABILITIES.values()
+    for field, outside in OUTSIDE.items()
+    for changes, says in outside(row)
+]
+MISSING = [row for row in CAPABILITIES.values() if row.missing]
+
+
+def test_every_field_of_a_need_is_probed():
+    assert set(OUTSIDE) == {field.name for field in fields(Need)}
+
+
+@pytest.mark.parametrize(("row", "changes", "says"), CELLS)
+def test_every_unclaimed_cell_is_refused(row, changes, says):
+    """Through the public call, and the error carries exactly the need that was asked."""
+    need = replace(NEED, **changes)
+    with pytest.raises(UnsupportedAttentionError) as raised:
+        trace(need, backend=row.backend)
+    assert raised.value.need == need
+    reasons = raised.value.reasons[row.backend]
+    if row.missing:  # claims nothing, whatever is asked: says so, and what the device lacks
+        assert row.missing in str(raised.value)
+        assert "target" not in changes or any(says in reason.asked for reason in reasons)
+        return
+    assert len(reasons) == 1  # this cell, and nothing else, is why
+    assert says in reasons[0].asked
+    assert str(reasons[0]) in str(raised.value)
+
+
+FLAGS = [
+    ("sliding_window", {"sliding_window": 7}, "sliding_window=7"),
+    ("soft_cap", {"soft_cap": 30.0}, "soft_cap=30.0"),
+    ("sinks", {"sinks": True}, "attention sinks"),
+    ("non_causal", {"causal": False}, "causal=False"),
+    ("first_page", {"first_page": True}, "first_page"),
+    ("shared_kv", {"update_kv_cache": False}, "update_kv_cache=False"),
+    ("image_rules", {"image_rule": "clamp"}, "image_rule=clamp"),
+    ("image_rules", {"image_rule": "extend"}, "image_rule=extend"),
+    ("head_dims", {"head_dim": 64}, "head_dim=64"),
+    ("page_sizes", {"page_size": 64}, "page_size=64"),
+    ("page_sizes", {"page_size": 8}, "page_size=8"),
+    ("q_heads_per_kv_head", {"num_q_heads": 5}, "query heads per kv head=5"),
+    ("q_heads_per_kv_head", {"num_q_heads": 1}, "query heads per kv head=1"),
+    ("query_dtypes", {"query_dtype": "bfloat16"}, "query dtype=bfloat16"),
+    ("kv_dtypes", {"kv_dtype": "int8"}, "cache dtype=int8"),
+    ("platforms", {"target": Target("tpu", "TPU v6e")}, "on tpu (TPU v6e)"),
+    ("min_compute_capability", {"target": T4}, "on Tesla T4 (compute capability 7.5)"),
+]
+NARROW = {
+    "sliding_window": False,
+    "soft_cap": False,
+    "sinks": False,
+    "non_causal": False,
+    "first_page": False,
+    "shared_kv": False,
+    "image_rules": ("none",),
+    "head_dims": (8,),
+    "page_sizes": (16, 32),
+    "q_heads_per_kv_head": (2, 4),
+    "query_dtypes": ("float32",),
+    "kv_dtypes": ("float32",),
+    "platforms": ("cpu",),
+    "min_compute_capability": (8, 0),
+}
+
+
+@pytest.mark.parametrize(("claim", "changes", "says"), FLAGS)
+def test_every_rule_refuses_when_its_claim_is_taken_away(claim, changes, says):
+    need = replace(NEED, sliding_window=None) if claim != "sliding_window" else NEED
+    need = replace(need, **changes)
+    assert supports(XLA, need) == ()
+    (reason,) = supports(replace(XLA, **{claim: NARROW[claim]}), need)
+    assert says in reason.asked
+    assert reason.supported and reason.do
+
+
+def test_all_claims_are_taken_away_above():
+    assert {claim for claim, *_ in FLAGS} == set(NARROW)
+    described = {"backend", "what", "missing"}
+    assert set(NARROW) == {field.name for field in fields(XLA)} - described
+
+
+def test_all_reasons_are_listed_at_once():
+    row = replace(XLA, **{**NARROW, "platforms": ("tpu",)})
+    need = replace(
+        NEED,
+        soft_cap=2.0,
+        sinks=True,
+        image_rule="clamp",
+        causal=False,
+        num_q_heads=7,
+        head_dim=64,
+        page_size=8,
+        query_dtype="float16",
+        kv_dtype="int8",
+        first_page=True,
+        update_kv_cache=False,
+    )
+    assert len(supports(row, need)) == len(fields(Need)) - 1  # num_kv_heads is in the ratio
+
+
+def test_a_field_without_a_rule_is_an_error():
+    """The registry as it would be with one more field in Need."""
+    source = Path(registry.__file__).read_text()
+    field = "    update_kv_cache: bool\n"
+    assert source.count(field) == 1
+    name = f"{registry.__name__}_wider"
+    sys.modules[name] = types.ModuleType(name)  # where dataclasses look a class's module up
+    try:
+        exec(source, sys.modules[name].__dict__)
+        with pytest.raises(TypeError, match="every field of Need has exactly one rule"):
+            exec(source.replace(field, field + "    alibi: bool\n"), sys.modules[name].__dict__)
+    finally:
+        del sys.modules[name]
+
+
+def test_the_message_of_one_backend():
+    with pytest.raises(UnsupportedAttentionError) as raised:
+        trace(replace(NEED, head_dim=40, page_size=513), backend="xla")
+    dims = ", ".join(map(str, XLA.head_dims))
+    assert str(raised.value).splitlines() == [
+        "'xla' cannot serve this attention on cpu (cpu):",
+        f"  xla: head_dim=40: supported: {dims}; pad the head dimension to one of these",
+        "  xla: page_size=513: supported: 1 to 512; plan the cache with another page_size",
+        "  backends that can: 'reference'",
+    ]
+    assert isinstance(raised.value, NotImplementedError)
+
+
+def test_the_message_of_no_backend_lists_all_candidates():
+    with pytest.raises(UnsupportedAttentionError) as raised:
+        trace(replace(NEED, head_dim=40, query_dtype="float16"))
+    assert tuple(raised.value.reasons) == AUTOMATIC
+    message = str(raised.value)
+    for backend, reasons in raised.value.reasons.items():
+        assert reasons
+        for reason in reasons:
+            assert f"  {backend}: {reason}" in message
+    assert len(raised.value.reasons["xla"]) == 2
+    assert raised.value.alternatives == ()
+    assert "backends that can" not in message
+
+
+def test_float16_queries_are_refused_with_a_way_out():
+    with pytest.raises(UnsupportedAttentionError, match="float16") as raised:
+        trace(replace(NEED, query_dtype="float16"))
+    message = str(raised.value)
+    assert "use bfloat16 (the same bytes) or float32" in message and "65504" in message
+
+
+def test_a_t4_is_refused_by_the_gpu_kernel_and_served_by_xla():
+    with pytest.raises(UnsupportedAttentionError) as raised:
+        trace(replace(NEED, target=T4), backend="pallas_gpu")
+    message = str(raised.value)
+    assert "Tesla T4 (compute capability 7.5)" in message
+    assert "compute capability >= 9.0" in message
+    assert "use backend='xla'" in message
+    assert raised.value.alternatives == ("xla", "reference")
+    assert select(replace(NEED, target=T4)) == "xla"
+
+
+@pytest.mark.parametrize("row", MISSING, ids=lambda row: row.backend)
+@pytest.mark.parametrize("target", [CPU, T4, H100, Target("tpu", "TPU v5e")], ids=str)
+def test_a_backend_without_a_kernel_is_refused_everywhere(row, target):
+    with pytest.raises(UnsupportedAttentionError, match="not part of this release"):
+        trace(replace(NEED, target=target), backend=row.backend)
+    assert select(replace(NEED, target=target)) not in {missing.backend for missing in MISSING}
+
+
+# Refused while tracing, wherever that is: nothing of the program has run.
+
+
+@pytest.fixture
+def ran():
+    return []
+
+
+def refused(ran):
+    """A function of a float that marks its run, then asks for a head_dim nobody claims."""
+
+    def step(x):
+        jax.debug.callback(lambda: ran.append(True))
+        arrays, static = arguments(replace(NEED, head_dim=40))
+        arrays = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), arrays)
+        out, _ = ragged_paged_attention(**arrays, **static, backend="xla")
+        return x + out.sum()
+
+    return step
+
+
+def test_refused_inside_jit(ran):
+    with pytest.raises(UnsupportedAttentionError, match="head_dim=40"):
+        jax.jit(refused(ran))(jnp.float32(1))
+    with pytest.raises(UnsupportedAttentionError, match="head_dim=40"):
+        jax.make_jaxpr(refused(ran))(jnp.float32(1))
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_refused_inside_scan(ran):
+    step = refused(ran)
+    with pytest.raises(UnsupportedAttentionError, match="head_dim=40"):
+        jax.jit(lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=3))(jnp.float32(1))
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_refused_inside_shard_map(ran):
+    assert len(jax.devices()) >= 2
+    mesh = jax.make_mesh((2,), ("shard",), axis_types=(AxisType.Auto,))
+    shards = PartitionSpec("shard")
+    step = jax.shard_map(refused(ran), mesh=mesh, in_specs=shards, out_specs=shards)
+    with pytest.raises(UnsupportedAttentionError, match="head_dim=40"):
+        jax.jit(step)(jnp.zeros(2))
+    jax.effects_barrier()
+    assert not ran
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_served_inside_shard_map_and_scan(row):
+    """The same call, claimed, over kv heads on two devices and over layers in a scan."""
+    arrays, static = arguments(replace(NEED, num_kv_heads=2, num_q_heads=4))
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+        for name, leaf in arrays.items()
+    } | {
+        "kv_lens": jnp.array([30, 9, 0], jnp.int32),
+        "page_indices": jnp.array([[1, 2, 0, 0], [3, 0, 0, 0], [0] * 4], jnp.int32),
+        "cu_q_lens": jnp.array([0, 1, 5, 5], jnp.int32),
+        "distribution": jnp.array([1, 2, 2], jnp.int32),
+    }
+    attention = partial(ragged_paged_attention, **static, backend=row.backend)
+    expect, pages = jax.jit(attention)(**arrays)
+    heads, whole = PartitionSpec(None, "heads"), PartitionSpec()
+    by_head = {"queries": heads, "keys": heads, "values": heads}
+    in_pages = PartitionSpec(None, None, None, "heads")
+    specs = {name: by_head.get(name, whole) for name in arrays} | {"kv_pages": in_pages}
+    sharded = jax.shard_map(
+        lambda arrays: attention(**arrays),
+        mesh=jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,)),
+        in_specs=(specs,),
+        out_specs=(heads, in_pages),
+    )
+    out, out_pages = jax.jit(sharded)(arrays)
+    np.testing.assert_allclose(out, expect, atol=1e-6)
+    np.testing.assert_array_equal(out_pages, pages)
+
+    def layer(kv_pages, _):
+        out, kv_pages = attention(**arrays | {"kv_pages": kv_pages})
+        return kv_pages, out
+
+    out_pages, outs = jax.jit(lambda first: jax.lax.scan(layer, first, length=2))(
+        arrays["kv_pages"]
+    )
+    np.testing.assert_allclose(outs, jnp.stack([expect, expect]), atol=1e-6)
+    np.testing.assert_array_equal(out_pages, pages)
+
+
+# Names.
+
+
+def test_unknown_backend():
+    names = ", ".join(map(repr, CAPABILITIES))
+    with pytest.raises(ValueError, match=f"backend='cudnn': the backends are {names}"):
+        trace(backend="cudnn")
+
+
+def test_unknown_keyword():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'alibi_slopes'"):
+        trace(alibi_slopes=None)
+
+
+def test_no_backend_never_picks_the_reference():
+    assert "reference" not in AUTOMATIC
+    with pytest.raises(UnsupportedAttentionError, match="backends that can: 'reference'"):
+        trace(replace(NEED, head_dim=40))
+    assert select(replace(NEED, head_dim=40), "reference") == "reference"
+
+
+def test_the_choice_is_logged_once_for_each_target(caplog):
+    registry._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jaxattn"):
+        for _ in range(3):
+            trace()
+            trace(replace(NEED, head_dim=16))
+        trace(backend="reference")  # asked for by name: nothing was chosen
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention backend 'xla' chosen on cpu (cpu)"
+    ]
+
+
+def test_the_default_target_is_this_process():
+    assert Target.current().platform == jax.devices()[0].platform
+    with jax.default_device(jax.devices()[1]):
+        assert Target.current().platform == "cpu"
+
+
+# Wrong in itself, whatever the backend.
+
+
+@pytest.mark.parametrize(
+    ("window", "error", "message"),
+    [
+        (-1, ValueError, "sliding_window=-1: expected at least 1"),
+        (0, ValueError, "sliding_window=0: expected at least 1"),
+        (True, TypeError, "sliding_window=True: expected a Python int, got bool"),
+        ((3, 0), TypeError, "sliding_window=(3, 0): expected a Python int, got tuple"),
+        (3.0, TypeError, "sliding_window=3.0: expected a Python int, got float"),
+        (np.int32(3), TypeError, "expected a Python int, got int32"),
+    ],
+    ids=str,
+)
+def test_windows_that_are_no_windows(window, error, message):
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        trace(changes={"sliding_window": window})
+    assert "None for no window" in str(raised.value)
+
+
+def test_a_traced_window_or_cap_is_refused():
+    arrays, static = arguments()
+    for name in ("sliding_window", "soft_cap", "sm_scale"):
+        rest = {key: value for key, value in static.items() if key != name}
+        with pytest.raises(TypeError, match=f"{name}=.*expected a Python"):
+            jax.eval_shape(
+                lambda arrays, traced, rest=rest, name=name: ragged_paged_attention(
+                    **arrays, **rest, **{name: traced}
+                ),
+                arrays,
+                shape((), "int32"),
+            )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"soft_cap": 0.0}, ValueError, "soft_cap=0.0: expected a positive, finite number"),
+        ({"soft_cap": float("inf")}, ValueError, "soft_cap=inf"),
+        ({"soft_cap": True}, TypeError, "soft_cap=True: expected a Python float"),
+        ({"sm_scale": True}, TypeError, "sm_scale=True: expected a Python float"),
+        ({"causal": 1}, TypeError, "causal=1: expected True or False"),
+        ({"update_kv_cache": None}, TypeError, "update_kv_cache=None: expected True or False"),
+        ({"image_rule": "both"}, ValueError, "image_rule='both': use one of ('none', 'clamp'"),
+        (
+            {"image_spans": shape((6, 2), "int32")},  # NEED's rule is "none"
+            ValueError,
+            "image_spans were given to a layer with image_rule='none'",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_static_arguments(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        trace(changes=changes)
+
+
+FLOAT, INT = "float32", "int32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"queries": shape((6, 16))}, ValueError, "queries (6, 16) and keys (6, 1, 8): expected"),
+        ({"keys": shape((6, 8))}, ValueError, "expected [tokens, heads, head_dim]"),
+        ({"keys": shape((6, 0, 8))}, ValueError, "2 query heads are not a multiple of 0 kv"),
+        ({"queries": shape((0, 2, 8))}, ValueError, "queries hold no tokens"),
+        ({"keys": shape((5, 1, 8))}, ValueError, "keys has shape (5, 1, 8), expected (6, 1, 8)"),
+        ({"keys": shape((6, 1, 4))}, ValueError, "keys has shape (6, 1, 4), expected (6, 1, 8)"),
+        ({"values": shape((6, 2, 8))}, ValueError, "values has shape (6, 2, 8), expected"),
+        ({"kv_pages": shape((5, 16, 2, 8))}, ValueError, "make them by jaxattn.kv_pages_shape"),
+        ({"kv_pages": shape((5, 16, 1, 1, 8))}, ValueError, "expected (5, 16, 2, 1, 8)"),
+        ({"kv_pages": shape((5, 16, 2, 2, 8))}, ValueError, "kv_pages has shape (5, 16, 2, 2, 8)"),
+        ({"kv_pages": shape((5, 16, 2, 1, 16))}, ValueError, "kv_pages has shape"),
+        ({"kv_pages": shape((5, 16, 2, 1, 8), "int8")}, ValueError, "of int8 need scales"),
+        ({"kv_lens": shape((3, 1), INT)}, ValueError, "kv_lens has shape (3, 1)"),
+        ({"kv_lens": shape((3,), FLOAT)}, TypeError, "kv_lens has dtype float32, expected int32"),
+        ({"page_indices": shape((12,), INT)}, ValueError, "page_indices (12,): expected"),
+        ({"page_indices": shape((2, 4), INT)}, ValueError, "page_indices has shape (2, 4)"),
+        ({"page_indices": shape((3, 4), FLOAT)}, TypeError, "page_indices has dtype float32"),
+        ({"cu_q_lens": shape((3,), INT)}, ValueError, "cu_q_lens has shape (3,), expected (4,)"),
+        ({"cu_q_lens": shape((4,), "uint32")}, TypeError, "cu_q_lens has dtype uint32"),
+        ({"distribution": shape((2,), INT)}, ValueError, "distribution has shape (2,), expected"),
+        ({"distribution": shape((3,), FLOAT)}, TypeError, "distribution has dtype float32"),
+        ({"first_page": shape((2,), INT)}, ValueError, "first_page has shape (2,), expected (3,)"),
+        ({"first_page": shape((3,), FLOAT)}, TypeError, "first_page has dtype float32"),
+        ({"image_spans": shape((6,), INT)}, ValueError, "image_spans has shape (6,), expected"),
+        ({"image_spans": shape((6, 2), FLOAT)}, TypeError, "image_spans has dtype float32"),
+        ({"sinks": shape((1,))}, ValueError, "sinks has shape (1,), expected (2,)"),
+        ({"sinks": shape((2,), INT)}, TypeError, "sinks have dtype int32, expected a float"),
+        ({"keys": shape((6, 1, 8), "bfloat16")}, TypeError, "keys bfloat16 and values float32"),
+        ({"values": shape((6, 1, 8), "bfloat16")}, TypeError, "values bfloat16 differ; cast"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arrays_that_do_not_fit(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        trace(changes=changes)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 kv heads"):
+        trace(replace(NEED, num_q_heads=3, num_kv_heads=2))
+
+
+def test_scales_that_do_not_fit():
+    arrays, _ = arguments(replace(NEED, kv_dtype="int8"))
+    pages = arrays["kv_pages"]
+    wrong_shape = pages._replace(scales=shape((5, 16, 2, 2)))
+    with pytest.raises(ValueError, match=r"kv_pages.scales has shape \(5, 16, 2, 2\), expected"):
+        trace(changes={"kv_pages": wrong_shape})
+    with pytest.raises(TypeError, match=r"kv_pages.scales has dtype bfloat16, expected float32"):
+        trace(changes={"kv_pages": pages._replace(scales=shape((5, 16, 2, 1), "bfloat16"))})
+
+
+def test_every_array_argument_is_probed():
+    cases = test_arrays_that_do_not_fit.pytestmark[0].args[1]
+    probed = {name for changes, *_ in cases for name in changes}
+    everything = replace(NEED, sinks=True, image_rule="clamp", first_page=True)
+    assert probed == set(arguments(everything)[0])
+
+
+# The table.
+
+
+def test_the_table_says_what_the_rows_say():
+    lines = support_table().splitlines()
+    assert lines[0] == "| | " + " | ".join(f"`{name}`" for name in CAPABILITIES) + " |"
+    table = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
+    for row in CAPABILITIES.values():
+        assert (f"no: {row.missing}" if row.missing else row.what) in support_table()
+    assert "8, 16, 32, 64, 80, 96, 128, 192, 256" in table["head dims"]
+    assert "1 to 512" in table["page sizes"]
+    assert len({line.count(" | ") for line in lines[2:]}) == 1
+
+
+def test_the_readme_holds_the_table():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    begin, end = "<!-- support table: begin -->", "<!-- support table: end -->"
+    assert begin in readme and end in readme
+    copy = readme.split(begin)[1].split(end)[0]
+    assert copy.strip() == support_table().strip()
