@@ -1,16 +1,22 @@
 """`jaxattn generate | plan | support`: the library from a terminal."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import jaxattn
 
 DEFAULT_MODEL = "gemma-3-270m"
+_USER_ERRORS = (
+    *(OSError, ValueError, TypeError, NotImplementedError, ImportError),
+    *(MemoryError, jax.errors.JaxRuntimeError),  # a cache that does not fit
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, e.g. `head`, has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader, e.g. `head`, has gone: let the last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
-        print(f"jaxattn: error: {error}", file=sys.stderr)
+    except _USER_ERRORS as error:
+        lines = (line.strip() for line in str(error).splitlines())
+        print(f"jaxattn: error: {' '.join(lines)}", file=sys.stderr)
         return 1
 
 
@@ -37,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a prompt")
     generate.set_defaults(run=_generate)
-    generate.add_argument("prompt", nargs="?", help="text; default: standard input")
+    generate.add_argument(
+        "prompt", nargs="?", help="text; default: standard input, less a newline at its end"
+    )
     _add_model(generate)
     generate.add_argument("--chat", action="store_true", help="send the prompt as a user's turn")
     generate.add_argument("--max-tokens", type=int, default=64)
@@ -78,7 +87,13 @@ def _generate(options: argparse.Namespace) -> int:
     from jaxattn.engine.llm import LLM
     from jaxattn.models.gemma3.chat import render_chat
 
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    prompt = options.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give it as an argument or on standard input")
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ValueError("the prompt is empty: give some text")
     params = jaxattn.SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -91,41 +106,38 @@ def _generate(options: argparse.Namespace) -> int:
         ignore_eos=options.ignore_eos,
     )
     _use_compilation_cache()
-    console = Console(stderr=True)
-    with console.status(f"loading {options.model}"):
-        start = time.perf_counter()
-        llm = LLM(
-            options.model,
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
-            max_num_seqs=1,
-            backend=options.backend,
-        )
-        loaded = time.perf_counter() - start
+    start = time.perf_counter()
+    llm = LLM(
+        options.model,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=1,
+        backend=options.backend,
+    )
+    loaded = time.perf_counter() - start
     text = render_chat([{"role": "user", "content": prompt}]) if options.chat else prompt
+    chunks = llm.stream(text, params)
     if not options.chat:
         print(prompt, end="", flush=True)
-    count, first = 0, 0.0
-    start = time.perf_counter()
-    for chunk in llm.stream(text, params):
+    start, times = time.perf_counter(), []
+    for chunk in chunks:
         print(chunk.text, end="", flush=True)
-        if chunk.token_ids and not count:
-            first = time.perf_counter()
-        count += len(chunk.token_ids)
-    elapsed = time.perf_counter() - first
-    print()
-    speed = f"{(count - 1) / elapsed:.1f} tokens/s" if count > 1 else "one token"
-    console.print(
-        f"[dim]loaded in {loaded:.1f} s; first token after {first - start:.1f} s (compiling "
-        f"included); {count} tokens, {speed}[/dim]"
+        times += [time.perf_counter()] * len(chunk.token_ids)
+    print(flush=True)
+    # Both of the first two tokens wait for a step to be compiled: prefill, then decode.
+    decoding = len(times) - 2
+    speed = f", {decoding / (times[-1] - times[1]):.1f} tokens/s" if decoding > 0 else ""
+    Console(stderr=True).print(
+        f"[dim]loaded in {loaded:.1f} s; first token after {times[0] - start:.1f} s (compiling "
+        f"included); {len(times)} tokens{speed}[/dim]",
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 
 
 def _use_compilation_cache() -> None:
     """Keep compiled steps for the next run."""
-    import jax
-
     jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "jaxattn" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

@@ -15,7 +15,8 @@ class SamplingParams:
         max_tokens: at most this many new tokens.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k best tokens, and those that tie with the k-th; 0 keeps all.
-        top_p: keep the fewest best tokens whose probabilities sum to at least this; 1 keeps all.
+        top_p: keep the fewest best tokens whose probabilities sum to at least this, and those
+            that tie with the last; 1 keeps all.
         min_p: drop tokens less probable than this fraction of the best one; 0 keeps all.
         seed: the same seed gives the same draws, whatever else is in the batch. None: the next
             of the LLM's own.
@@ -53,6 +54,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             limit.check(name, getattr(self, name))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, Sequence)):
+                raise TypeError(f"{name}={value!r}: expected a list")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise ValueError(f"stop={self.stop!r}: expected non-empty strings")
         if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids or ()):

@@ -128,13 +128,14 @@ def make_case(
     tokens=None,
     seqs=None,
     width=None,
+    num_pages=None,
     seed=0,
 ):
     """A batch whose pool holds every sequence's past; its new tokens are still to be written.
 
     `lengths`: (q_len, kv_len) per sequence, the first `decode` of them decode sequences. `tokens`,
-    `seqs` and `width` (pages per sequence) pad the arrays. Padding holds garbage: queries, keys
-    and values are NaN, lengths and page ids are stale.
+    `seqs`, `width` (pages per sequence) and `num_pages` pad the arrays to a common shape. Padding
+    holds garbage: queries, keys and values are NaN, lengths and page ids are stale.
     """
     rng = np.random.default_rng(seed)
     lengths = tuple(lengths)
@@ -142,7 +143,7 @@ def make_case(
     tokens, seqs = tokens or real_tokens, seqs or len(lengths)
     pages_of = [-(-kv_len // page_size) for _, kv_len in lengths]
     width = width or max(pages_of)
-    num_pages = -(-(sum(pages_of) + 4) // 32) * 32  # page 0, some of nobody's, few shapes
+    num_pages = num_pages or -(-(sum(pages_of) + 4) // 32) * 32  # page 0, some of nobody's
 
     def draw(*shape):
         return rng.standard_normal(shape, np.float32).astype(jnp.dtype(query_dtype))

@@ -261,7 +261,7 @@ def test_chunks_equal_one_shot(row, window):
 def test_dead_pages_and_stale_ids_do_not_matter(row, page_size, kv_dtype):
     """NaN in all that is dead and garbage in every dead column: equal to the bit."""
     case = mixed(row, page_size=page_size, kv_dtype=kv_dtype)
-    for window in (WINDOW, None):
+    for window in (WINDOW, None) if kv_dtype == "float32" else (WINDOW,):
         clean, _ = run(case, row.backend, sliding_window=window)
         for seed in range(3):
             bad = poisoned(case, window, seed)
@@ -278,11 +278,11 @@ def test_dead_pages_and_stale_ids_do_not_matter(row, page_size, kv_dtype):
 )
 @pytest.mark.parametrize("row", usable_rows())
 def test_dead_pages_do_not_matter_to_features(row, features):
-    case = mixed(row, page_size=8)
+    case = mixed(row, kv_heads=2)
     if "image_rule" in features:  # of images inside the readable part of their sequence
         case = with_images(case, IMAGES)
     if "sinks" in features:
-        features = {"sinks": jnp.array([0.5, -1.0])}
+        features = {"sinks": jnp.array([0.5, -1.0, 2.0, 0.0])}
     clean, _ = run(case, row.backend, sliding_window=WINDOW, **features)
     out, _ = run(poisoned(case, WINDOW), row.backend, sliding_window=WINDOW, **features)
     assert np.isfinite(out).all()
@@ -300,13 +300,11 @@ def test_new_tokens_without_a_page_are_dropped(row, kv_dtype):
     table[1, 0] = -1
     table[3, 0], table[3, 1] = 0, 2**31 - 1
     table[5, 49 // 8] = -num_pages  # would wrap around to page 0
-    narrow = replace(case, table=table[:, :5])  # the sequence of 50 tokens ends in column 6
-    for changed in (replace(case, table=table), narrow):
+    # Columns 1 to 5 only: page 0 of a sequence is before the table, column 6 is behind it.
+    columns = replace(case, table=case.table[:, 1:6], first_page=np.ones(len(table), np.int32))
+    for changed in (replace(case, table=table), columns):
         _, pages = run(changed, row.backend, sliding_window=WINDOW)
         check_pool(changed, pages)
-    shifted = replace(case, first_page=np.full(len(table), 1, np.int32))
-    _, pages = run(shifted, row.backend, sliding_window=WINDOW)
-    check_pool(shifted, pages)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
@@ -324,14 +322,14 @@ def test_reading_only_writes_nothing(row, kv_dtype):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 40])
+@pytest.mark.parametrize("page_size", [1, 8, 16])
 @pytest.mark.parametrize("row", usable_rows())
 def test_tables_of_live_pages_only(row, page_size):
     if not row.first_page:
         pytest.skip("not claimed")
     full = mixed(row, page_size=page_size)
     live = live_only(full, WINDOW)
-    assert live.table.shape[1] < full.table.shape[1]
+    assert live.first_page[: len(MIXED)].max() > 0
     out, pages = run(full, row.backend, sliding_window=WINDOW)
     out_live, pages_live = run(live, row.backend, sliding_window=WINDOW)
     check(live, out_live, 2e-5, sliding_window=WINDOW)

@@ -22,15 +22,16 @@ rows = pytest.mark.parametrize("row", usable_rows())
 page_sizes = pytest.mark.parametrize("page_size", PAGE_SIZES)
 
 
-def make(lengths, page_size, decode=0):
+def make(lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TOKENS):
     """A case in one common shape whose queries are all ones."""
     case = make_case(
         lengths,
         page_size=page_size,
         decode=decode,
-        tokens=TOKENS,
+        tokens=tokens,
         seqs=16,
-        width=WIDTH_TOKENS // page_size + 1,
+        width=width_tokens // page_size + 1,
+        num_pages=400,
         ratio=1,
         head_dim=8,
     )
@@ -172,3 +173,17 @@ def test_image_edges(row, page_size, rule):
     keys |= {start - WINDOW, start - WINDOW + 1, end + 1, 0, 39}
     for key in sorted(keys):
         check(row, case, clean, [key, key + 12], **options)
+
+
+@rows
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_edges(row, causal):
+    """A chunk of more than 128 queries, over more than 256 keys: `xla` works in such blocks."""
+    if not (causal or row.non_causal):
+        pytest.skip("not claimed")
+    options = {"sliding_window": WINDOW, "causal": causal}
+    case = make([(140, 300)], 16, tokens=140, width_tokens=300)
+    clean, _ = run(case, row.backend, **options)
+    for query in (160, 287, 288, 299, 255, 256):  # ends of the chunk, of 128 queries, of 256 keys
+        for distance in (0, WINDOW - 1, WINDOW, 1 - WINDOW, -WINDOW):
+            check(row, case, clean, [query - distance], **options)

@@ -1,14 +1,18 @@
 """The engine: `step()` is schedule, run, settle. Token ids in, token ids and text out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from jaxattn.cache.plan import CachePlan, group_layers
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampler import TopLogprobs
-from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.scheduler import Scheduled, Scheduler
 from jaxattn.engine.sequence import Sequence, TextStream
+from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.registry import Need, Target, select
 from jaxattn.sampling import SamplingParams
 from jaxattn.spec import check_positive_int
 
@@ -44,20 +48,17 @@ class Engine:
         backend: str | None = None,
         token_text: Callable[[int], str] = str,
     ):
-        check_positive_int("max_num_seqs", max_num_seqs)
-        check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
-        check_positive_int("max_model_len", max_model_len)
-        if max_model_len > model.config.max_position:
-            raise ValueError(
-                f"{max_model_len=}: the model's positions end at {model.config.max_position}"
-            )
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"{max_num_batched_tokens=} is less than {max_num_seqs=}: a step must hold one "
-                "token of every sequence"
-            )
-        specs = layer_specs(model.config, page_size=page_size, kv_dtype=kv_dtype)
-        self.plan: CachePlan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
+        self.plan = plan_engine(
+            model.config,
+            dtype=model.embed[...].dtype.name,
+            kv_dtype=kv_dtype,
+            page_size=page_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            hybrid_kv_cache=hybrid_kv_cache,
+            backend=backend,
+        )
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
         self.eos_ids = eos_ids
@@ -122,14 +123,24 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """Schedule, run, settle. Returns the sequences that computed something."""
-        step = self.scheduler.schedule()
+        if not self.has_work:
+            return []
         try:
-            tokens, logprobs, prompt_logprobs = self.runner.run(step)
+            step = self.scheduler.schedule()
+            self._settle(step, *self.runner.run(step))
         except BaseException:  # also Ctrl-C: the donated cache may be gone, and with it everything
-            self.abort()
-            self.runner.reset()
-            self.scheduler.allocator = self.runner.allocator
+            self._reset()
             raise
+        return [sequence for sequence, _ in step]
+
+    def _settle(
+        self,
+        step: list[Scheduled],
+        tokens: np.ndarray,
+        logprobs: TopLogprobs | None,
+        prompt_logprobs: TopLogprobs | None,
+    ) -> None:
+        """Give every sequence of a step what was computed for it."""
         start = 0
         for row, (sequence, count) in enumerate(step):
             if prompt_logprobs is not None and sequence.params.prompt_logprobs is not None:
@@ -155,12 +166,18 @@ class Engine:
                 sequence.add_token(int(tokens[row]))
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
-        return [sequence for sequence, _ in step]
 
-    def abort(self) -> None:
-        """Drop every waiting and running sequence and free its pages."""
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Drop sequences, waiting or running, and free their pages. Finished ones stay as they are."""
+        for sequence in sequences:
             self.scheduler.finish(sequence)
+
+    def _reset(self) -> None:
+        """Drop everything and start with an empty cache."""
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        self.runner.reset()
+        self.scheduler.allocator = self.runner.allocator
 
     def _report(self, scores: TopLogprobs, row: int, token: int, top: int) -> dict[int, Logprob]:
         """The given token first, then the `top` most likely ones."""
@@ -172,6 +189,56 @@ class Engine:
         for each, logprob, rank in entries:
             report.setdefault(each, Logprob(logprob, rank, self._token_text(each)))
         return report
+
+
+def plan_engine(
+    config: Gemma3Config,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    page_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    hybrid_kv_cache: bool,
+    backend: str | None,
+) -> CachePlan:
+    """The cache plan of an engine; see `Engine` for the arguments, `dtype` is the activations'.
+
+    Needs no weights, so that options are refused before they are loaded: ValueError, TypeError,
+    UnsupportedAttentionError.
+    """
+    check_positive_int("max_num_seqs", max_num_seqs)
+    check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
+    check_positive_int("max_model_len", max_model_len)
+    if max_model_len > config.max_position:
+        raise ValueError(f"{max_model_len=}: the model's positions end at {config.max_position}")
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"{max_num_batched_tokens=} is less than {max_num_seqs=}: a step must hold one "
+            "token of every sequence"
+        )
+    specs = layer_specs(config, page_size=page_size, kv_dtype=kv_dtype)
+    plan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
+    for layer in plan.layers:
+        need = Need(
+            target=Target.current(),
+            sliding_window=layer.mask.sliding_window,
+            soft_cap=layer.mask.soft_cap,
+            sinks=layer.mask.sinks,
+            image_rule="none",  # the engine passes no spans
+            causal=layer.mask.causal,
+            num_q_heads=layer.num_q_heads,
+            num_kv_heads=layer.store.num_kv_heads,
+            head_dim=layer.store.head_dim,
+            page_size=page_size,
+            query_dtype=dtype,
+            kv_dtype=kv_dtype,
+            first_page=True,
+            update_kv_cache=layer.share_kv_from is None,
+        )
+        select(need, backend)
+    return plan
 
 
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:

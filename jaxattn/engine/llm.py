@@ -1,6 +1,7 @@
 """`LLM`: a Gemma 3 checkpoint that turns prompts into text, offline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from os import PathLike
 from typing import Any, Literal
 
@@ -8,17 +9,18 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxattn.engine.engine import Engine
+from jaxattn.engine.engine import Engine, plan_engine
 from jaxattn.engine.outputs import RequestOutput, StreamChunk
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.models.gemma3.chat import render_chat
-from jaxattn.models.gemma3.checkpoint import load_weights, resolve_model
+from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.sampling import SamplingParams
 
 Prompt = str | dict[str, list[int]]
 ModelDtype = Literal["float32", "bfloat16"]
+_DEFAULT_MAX_MODEL_LEN = 8192
 
 
 class LLM:
@@ -63,24 +65,39 @@ class LLM:
                 f"{dtype=}: use 'bfloat16' or 'float32' (Gemma 3 activations exceed float16's "
                 "largest number, 65504)"
             )
+        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(f"{seed=}: expected an int of at least 0 and at most {2**32 - 1}")
         path = resolve_model(str(model))
-        config, weights = load_weights(path, dtype=dtype)
+        config = load_config(str(path))
+        if max_model_len is None:
+            max_model_len = min(config.max_position, _DEFAULT_MAX_MODEL_LEN)
+        options: dict[str, Any] = {
+            "kv_dtype": dtype if kv_dtype is None else kv_dtype,
+            "page_size": page_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "hybrid_kv_cache": hybrid_kv_cache,
+            "backend": backend,
+        }
+        plan_engine(config, dtype=dtype, **options)  # refuses before the weights are loaded
         self.tokenizer: Tokenizer = load_tokenizer(path)
+        self._progress = progress
+        with self._bar() as bar:
+            task = bar.add_task("loading", total=None, speed="")
+            config, weights = load_weights(
+                path,
+                dtype=dtype,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
         arrays = {name: jnp.asarray(weights.pop(name)) for name in list(weights)}
         self.engine = Engine(
             Gemma3(config, arrays),
             eos_ids=self.tokenizer.eos_ids,
-            kv_dtype=kv_dtype or dtype,
-            page_size=page_size,
-            max_model_len=max_model_len or min(config.max_position, 8192),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            hybrid_kv_cache=hybrid_kv_cache,
-            backend=backend,
             token_text=self.tokenizer.token,
+            **options,
         )
         self._next_seed = seed
-        self._progress = progress
 
     def generate(
         self,
@@ -110,11 +127,11 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk]:
         """New text as it comes, for all prompts at once. Closing the iterator frees the cache."""
         requests = self._requests(prompts, params)
 
-        def chunks() -> Iterator[StreamChunk]:
+        def chunks() -> Generator[StreamChunk]:
             yield from self._run(self._add(requests))
 
         return chunks()
@@ -125,9 +142,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[str | None, list[int], SamplingParams]]:
         """`(text, token ids, params)` of every prompt, all checked."""
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts={prompts!r}: expected a prompt or a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise TypeError(f"{params=}: expected SamplingParams or a list of them")
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling params for {len(prompts)} prompts")
         requests = []
@@ -152,10 +174,12 @@ class LLM:
                 f"prompt {number}: expected a string or a dict with just 'prompt_token_ids', "
                 f"got {prompt!r}"
             )
-        ids = list(prompt["prompt_token_ids"])
-        if not all(isinstance(token, int) for token in ids):
+        ids = prompt["prompt_token_ids"]
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise TypeError(f"prompt {number}: prompt_token_ids is a list of ints, got {ids!r}")
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise TypeError(f"prompt {number}: prompt_token_ids are ints, got {ids[:8]}")
-        return None, ids
+        return None, list(ids)
 
     def _add(
         self, requests: list[tuple[str | None, list[int], SamplingParams]]
@@ -181,31 +205,23 @@ class LLM:
             ]
         return continuations
 
-    def _run(self, continuations: list[Continuation]) -> Iterator[StreamChunk]:
+    def _run(self, continuations: list[Continuation]) -> Generator[StreamChunk]:
         """Step until all are done; yield what each step adds."""
         try:
-            while self.engine.has_work:
+            while any(each.finish_reason is None for each in continuations):
                 for sequence in self.engine.step():
                     yield _chunk(sequence)
         finally:
-            self.engine.abort()
+            self.engine.abort(continuations)
 
     def _complete(
         self, requests: list[tuple[str | None, list[int], SamplingParams]]
     ) -> list[RequestOutput]:
         continuations = self._add(requests)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[speed]}"),
-        )
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, disable=not self._progress) as bar:
+        with self._bar() as bar, closing(self._run(continuations)) as chunks:
             task = bar.add_task("generating", total=len(continuations), speed="")
             tokens = 0
-            for chunk in self._run(continuations):
+            for chunk in chunks:
                 tokens += len(chunk.token_ids)
                 elapsed = bar.tasks[0].elapsed or 0.0
                 speed = f"{tokens / elapsed:.1f} tokens/s" if elapsed else ""
@@ -218,6 +234,17 @@ class LLM:
             _request_output(text, ids, done)
             for (text, ids, _), done in zip(requests, outputs, strict=True)
         ]
+
+    def _bar(self) -> Progress:
+        """A progress bar on standard error; tasks have a field `speed`."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+        )
+        return Progress(*columns, console=Console(stderr=True), disable=not self._progress)
 
 
 def _chunk(sequence: Continuation) -> StreamChunk:

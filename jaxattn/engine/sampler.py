@@ -89,8 +89,9 @@ def choose(
     if history is not None:
         logits = penalise(logits, params, history)
     greedy = params.temperature == 0
-    scaled = logits / jnp.where(greedy, 1, params.temperature)[:, None]
-    likelihood = keep_likely(jnp.exp(scaled - scaled.max(axis=-1, keepdims=True)), params)
+    below_best = logits - logits.max(axis=-1, keepdims=True)  # first: 1e30 / 1e-30 is infinite
+    likelihood = jnp.exp(below_best / jnp.where(greedy, 1, params.temperature)[:, None])
+    likelihood = keep_likely(likelihood, params)
 
     def uniform(seed: Array, sample: Array, step: Array) -> Float[Array, ""]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
@@ -138,7 +139,7 @@ def _threshold(
     weights: Float[Array, "rows vocab"],
     wanted: Float[Array, "rows"],
 ) -> Float[Array, "rows"]:
-    """The largest t in [0, 1] such that the weights of `numbers >= t` sum to `wanted`.
+    """The largest t in [0, 1] such that the weights of `numbers >= t` sum to `wanted`, and not to 0.
 
     Found bit by bit (floats from 0 to 1 are ordered as their bits are): 30 passes, a tenth of the
     time of sorting the vocabulary.
@@ -148,7 +149,7 @@ def _threshold(
         higher = bits | (jnp.uint32(1) << (29 - index).astype(jnp.uint32))
         least = jax.lax.bitcast_convert_type(higher, jnp.float32)
         mass = jnp.sum(jnp.where(numbers >= least[:, None], weights, 0), axis=-1)
-        return jnp.where(mass >= wanted, higher, bits)
+        return jnp.where((mass >= wanted) & (mass > 0), higher, bits)
 
     bits = jax.lax.fori_loop(0, 30, refine, jnp.zeros(numbers.shape[:1], jnp.uint32))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -171,9 +172,11 @@ def _inverse_cdf(likelihood: Float[Array, "vocab"], draw: Float[Array, ""]) -> I
 def _first_above(
     running: Float[Array, "size"], target: Float[Array, ""], likelihood: Float[Array, "size"]
 ) -> Int32[Array, ""]:
-    """Where a running sum first exceeds the target; rounding never leads past the last one kept."""
-    last = len(likelihood) - 1 - jnp.argmax(likelihood[::-1] > 0).astype(jnp.int32)
-    return jnp.minimum(jnp.sum(running <= target, dtype=jnp.int32), last)
+    """Where a running sum first exceeds the target, among those kept: the sums are rounded."""
+    kept = likelihood > 0
+    last = len(likelihood) - 1 - jnp.argmax(kept[::-1])
+    above = kept & (running > target)
+    return jnp.where(above.any(), jnp.argmax(above), last).astype(jnp.int32)
 
 
 @jax.jit

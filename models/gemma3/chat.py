@@ -16,29 +16,34 @@ def render_chat(
         <start_of_turn>model
 
     A message is `{"role": ..., "content": ...}`; content is a string or a list of
-    `{"type": "text", "text": ...}`. Roles are user and assistant (or model) in turns, beginning
-    with user; one system message may come first and is folded into the first user turn.
+    `{"type": "text", "text": ...}`; white space around each text of a turn is dropped. Roles are
+    user and assistant (or model) in turns, beginning with user; one system message may come first
+    and is folded, as it is, into the first user turn.
+
+    Control tokens that a content spells out, such as <end_of_turn>, are not escaped.
 
     Raises ValueError for roles out of turn, unknown roles or keys, images, and no messages.
     """
     if not messages:
         raise ValueError("messages is empty: give at least one user message")
-    turns = [(_role(index, each), _content(index, each)) for index, each in enumerate(messages)]
-    prefix = ""
-    if turns[0][0] == "system":
-        prefix = turns.pop(0)[1] + "\n\n"
-        if not turns:
+    roles = [_role(index, message) for index, message in enumerate(messages)]
+    parts = [_parts(index, message) for index, message in enumerate(messages)]
+    prefix, first = "", 0
+    if roles[0] == "system":
+        prefix, first = "".join(parts[0]) + "\n\n", 1
+        if len(messages) == 1:
             raise ValueError("a system message alone has no turn to go into: add a user message")
     text = ""
-    for index, (role, content) in enumerate(turns):
-        expected = ("user", "model")[index % 2]
+    for index in range(first, len(messages)):
+        role, content = roles[index], "".join(part.strip() for part in parts[index])
+        expected = ("user", "model")[(index - first) % 2]
         if _TURN_NAMES.get(role) != expected:
             raise ValueError(
-                f"message {index + bool(prefix)} has role {role!r}, expected "
+                f"message {index} has role {role!r}, expected "
                 f"{'user' if expected == 'user' else 'assistant'!r}: one system message may come "
                 "first, then user and assistant alternate"
             )
-        text += f"<start_of_turn>{expected}\n{prefix}{content.strip()}<end_of_turn>\n"
+        text += f"<start_of_turn>{expected}\n{prefix}{content}<end_of_turn>\n"
         prefix = ""
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
@@ -52,18 +57,19 @@ def _role(index: int, message: Mapping[str, Any]) -> str:
     return role
 
 
-def _content(index: int, message: Mapping[str, Any]) -> str:
+def _parts(index: int, message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content."""
     content = message["content"]
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, Sequence):
         raise ValueError(f"message {index}: content is a string or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "image":
             raise ValueError(f"message {index} has an image: images are not supported yet")
-        if kind != "text" or set(part) != {"type", "text"}:
+        if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError(
                 f'message {index}: a part is {{"type": "text", "text": ...}}, got {part!r}'
             )
-    return "".join(part["text"].strip() for part in content)
+    return [part["text"] for part in content]

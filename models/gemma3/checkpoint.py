@@ -7,13 +7,12 @@ weights as kept plus a few blocks.
 """
 
 import os
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import ml_dtypes
 import numpy as np
@@ -133,10 +132,11 @@ def load_weights(
         name, rows = block
         target = weights[name].reshape(-1, shapes[name][-1])
         offset = np.float32(names.norm_offset if _is_norm(name) else 0)
-        for where, values in checkpoint.rows(names.of[name], rows):
-            if not np.isfinite(values).all():
-                not_finite.add(names.of[name])
-            target[where] = values - offset if offset else values
+        with np.errstate(all="ignore"):  # a damaged scale is reported below
+            for where, values in checkpoint.rows(names.of[name], rows):
+                if not np.isfinite(values).all():
+                    not_finite.add(names.of[name])
+                target[where] = values - offset if offset else values
 
     blocks = [(name, rows) for name, shape in shapes.items() for rows in _row_blocks(shape)]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -181,11 +181,22 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _open(path: Path) -> tuple[Checkpoint, Gemma3Config, _Names]:
     if path.is_dir():
         folder = HuggingFaceFolder(path)
-        config = from_hf(folder.config)
+        config = _config_of(path, from_hf, folder.config)
         return folder, config, _Names(_huggingface_names(config, folder.prefix), 0.0)
     file = GGUFFile(path)
-    config = from_gguf(file.metadata)
+    config = _config_of(path, from_gguf, file.metadata)
     return file, config, _Names(_gguf_names(config), 1.0)
+
+
+def _config_of(
+    path: Path, read: Callable[[dict[str, Any]], Gemma3Config], stored: dict[str, Any]
+) -> Gemma3Config:
+    try:
+        return read(stored)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} describes no possible model: {error}") from error
 
 
 def _check_names(checkpoint: Checkpoint, names: _Names, shapes: dict[str, tuple[int, ...]]) -> None:

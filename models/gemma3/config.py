@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from jaxattn.spec import check_positive_int
+from jaxattn.models.gemma3.errors import UnsupportedModelError
+from jaxattn.spec import check_positive_int, check_sliding_window
 
 GLOBAL_EVERY = 6  # five local layers, then a global one
+MAX_LAYERS = 1024  # more is a damaged file
 VOCAB_SIZE = 262_144
 PADDED_VOCAB_SIZE = 262_208  # of multimodal checkpoints: the last 64 rows are unused
 
@@ -25,9 +28,21 @@ class Gemma3Layer:
     rope_theta: float
     rope_factor: float
 
+    def __post_init__(self) -> None:
+        check_sliding_window(self.sliding_window)
+        for name in ("rope_theta", "rope_factor"):
+            _check_positive(name, getattr(self, name))
 
-_SIZES = ("embed_dim", "mlp_dim", "num_q_heads", "num_kv_heads", "head_dim", "max_position")
-_SIZES += ("vocab_size",)
+
+_SIZES = (
+    "embed_dim",
+    "mlp_dim",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +70,20 @@ class Gemma3Config:
                 f"num_q_heads={self.num_q_heads} is not a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: rotary embedding needs two halves")
+        for name in ("query_scale", "rms_norm_eps"):
+            _check_positive(name, getattr(self, name))
 
     @property
     def num_layers(self) -> int:
         """Number of blocks."""
         return len(self.layers)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, float) or not (isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r}: expected a positive, finite float")
 
 
 def layer_pattern(
@@ -73,9 +97,16 @@ def layer_pattern(
 ) -> tuple[Gemma3Layer, ...]:
     """Every `global_every`-th layer is global; the tail, if any, is local."""
     check_positive_int("global_every", global_every)
+    _check_num_layers(num_layers)
     local = Gemma3Layer(sliding_window=sliding_window, rope_theta=local_theta, rope_factor=1.0)
     full = Gemma3Layer(sliding_window=None, rope_theta=global_theta, rope_factor=global_factor)
     return tuple(full if (i + 1) % global_every == 0 else local for i in range(num_layers))
+
+
+def _check_num_layers(count: object) -> None:
+    check_positive_int("num_layers", count)
+    if count > MAX_LAYERS:  # type: ignore[operator]
+        raise ValueError(f"num_layers={count}: expected at most {MAX_LAYERS}")
 
 
 CONFIGS: dict[str, Gemma3Config] = {
@@ -132,10 +163,6 @@ CONFIGS: dict[str, Gemma3Config] = {
 }
 
 
-class UnsupportedModelError(ValueError):
-    """A checkpoint of a model, or with an option, that this implementation does not have."""
-
-
 _HF_DEFAULTS: dict[str, Any] = {  # transformers', for keys that a config.json leaves out
     "vocab_size": PADDED_VOCAB_SIZE,
     "hidden_size": 2304,
@@ -170,6 +197,8 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
     Raises UnsupportedModelError for another model, or an option that would change the result.
     """
     text = config_json.get("text_config", config_json)
+    if not isinstance(text, dict):
+        raise UnsupportedModelError(f"config.json has text_config={text!r}, expected an object")
     for kind in (config_json.get("model_type"), text.get("model_type", "gemma3_text")):
         if kind not in ("gemma3", "gemma3_text"):
             raise UnsupportedModelError(
@@ -193,19 +222,20 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
         num_q_heads=get("num_attention_heads"),
         num_kv_heads=get("num_key_value_heads"),
         head_dim=get("head_dim"),
-        query_scale=get("query_pre_attn_scalar") ** -0.5,
+        query_scale=float(get("query_pre_attn_scalar")) ** -0.5,
         max_position=get("max_position_embeddings"),
         layers=_hf_layers(text, get),
         vocab_size=_without_padding(get("vocab_size")),
-        rms_norm_eps=get("rms_norm_eps"),
+        rms_norm_eps=float(get("rms_norm_eps")),
     )
 
 
 def _hf_layers(text: dict[str, Any], get: Callable[[str], Any]) -> tuple[Gemma3Layer, ...]:
     count = get("num_hidden_layers")
+    _check_num_layers(count)
     types = text.get("layer_types")
     if types is None:
-        every = get("sliding_window_pattern")
+        every = text.get("_sliding_window_pattern") or get("sliding_window_pattern")
         types = [
             "full_attention" if (index + 1) % every == 0 else "sliding_attention"
             for index in range(count)
@@ -237,7 +267,7 @@ def _hf_layers(text: dict[str, Any], get: Callable[[str], Any]) -> tuple[Gemma3L
 
 def _rope(layer_type: str, rope: dict[str, Any]) -> tuple[float, float]:
     """Base and linear factor of one type of layer."""
-    record = rope.get(layer_type)
+    record = rope.get(layer_type) if isinstance(rope, dict) else None
     if not isinstance(record, dict) or "rope_theta" not in record:
         raise UnsupportedModelError(
             f"config.json: rope_parameters={rope!r} has no rope_theta for {layer_type!r}"

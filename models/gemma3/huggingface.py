@@ -13,8 +13,15 @@ from jaxattn.models.gemma3.errors import CheckpointError
 # Where the text model is: text-only, multimodal (transformers v4), multimodal (v5).
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 # Not the text model's; images are not supported yet.
-_SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
-_SKIPPED += ("model.multi_modal_projector.",)
+_SKIPPED = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+# Physically there in some checkpoints, though Gemma 3's head is the embedding.
+_TIED = ("lm_head.weight", "language_model.lm_head.weight")
+_DTYPES = ("F32", "F16", "BF16")
 
 
 class HuggingFaceFolder:
@@ -37,13 +44,14 @@ class HuggingFaceFolder:
         self.prefix = fitting[0]
 
     def _index(self) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-        """File and shape of every tensor."""
+        """File and shape of every tensor of the text model."""
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
+        listed: dict[str, str] | None = None
         if index.is_file():
-            listed: dict[str, str] | None = _read_json(index).get("weight_map", {})
+            listed = _weight_map(index)
             files = sorted(set(listed.values()))
         elif single.is_file():
-            listed, files = None, [single.name]
+            files = [single.name]
         else:
             raise CheckpointError(
                 f"{self.path} holds neither model.safetensors nor model.safetensors.index.json"
@@ -51,32 +59,35 @@ class HuggingFaceFolder:
         missing = [name for name in files if not (self.path / name).is_file()]
         if missing:
             raise CheckpointError(f"{self.path}: the index names missing files: {missing}")
-        file_of, shapes = {}, {}
+        file_of: dict[str, Path] = {}
+        shapes, dtypes = {}, {}
         for name in files:
-            for tensor, shape in _read_shapes(self.path / name).items():
+            for tensor, (shape, dtype) in _read_header(self.path / name).items():
                 file_of[tensor], shapes[tensor] = self.path / name, shape
+                if not _is_skipped(tensor):
+                    dtypes[tensor] = dtype
         if listed is not None:
             wrong = sorted(
                 tensor
                 for tensor in listed.keys() | file_of.keys()
-                if tensor not in file_of or file_of[tensor].name != listed.get(tensor)
+                if tensor not in file_of or file_of[tensor] != self.path / listed.get(tensor, "")
             )
             if wrong:
                 raise CheckpointError(
-                    f"{self.path}: tensors are not where the index says: {wrong[:8]}"
+                    f"{self.path}: tensors are not where the index says: {', '.join(wrong)}"
                 )
-        return file_of, shapes
+        unreadable = [
+            f"{tensor} ({dtype})" for tensor, dtype in dtypes.items() if dtype not in _DTYPES
+        ]
+        if unreadable:
+            raise CheckpointError(
+                f"{self.path}: {', '.join(unreadable)}: weights are read from {', '.join(_DTYPES)}"
+            )
+        return file_of, {tensor: shapes[tensor] for tensor in dtypes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the text model.
-
-        A `lm_head` that is physically there is left out: Gemma 3's head is the embedding.
-        """
-        return {
-            name: shape
-            for name, shape in self._shapes.items()
-            if not name.startswith(_SKIPPED) and not name.endswith("lm_head.weight")
-        }
+        """Shape of every tensor of the text model, without a physical copy of the tied head."""
+        return self._shapes
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, in one piece (a vector is one row)."""
@@ -87,6 +98,18 @@ class HuggingFaceFolder:
         yield rows, values.astype(np.float32)
 
 
+def _is_skipped(name: str) -> bool:
+    return name.startswith(_SKIPPED) or name in _TIED
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name of each tensor."""
+    listed = _read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
+    return listed
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -94,17 +117,19 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is missing: expected a Hugging Face folder with config.json"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return value
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor in a file."""
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except SafetensorError as error:
         raise CheckpointError(
             f"{path} is damaged or truncated ({error}); fetch or copy it again"

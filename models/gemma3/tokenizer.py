@@ -3,9 +3,11 @@
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -15,10 +17,12 @@ from jaxattn.models.gemma3.gguf import GGUFFile
 BOS = 2
 END_OF_TURN = 106
 EOS_IDS = (1, END_OF_TURN)  # not 107, which is a newline in Gemma 3
+_KNOWN = {1: "<eos>", BOS: "<bos>", END_OF_TURN: "<end_of_turn>"}
 _SPACE = "\u2581"  # stands for a space inside pieces
-_CONTROL, _USER_DEFINED = 3, 4  # token types in GGUF and SentencePiece alike
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF and SentencePiece alike
+_BPE = 2  # SentencePiece's TrainerSpec.ModelType
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_MAYBE_CONTROL = re.compile(r"<[^<>\s]+>")
+_MAYBE_CONTROL = re.compile(r"<[^<>\s]+>")  # quicker than an alternation of 6,249 tokens
 
 
 class Tokenizer:
@@ -40,6 +44,11 @@ class Tokenizer:
         self._pieces = pieces
         self._control = control
         self._control_ids = {pieces[token]: token for token in control}
+        others = [piece for piece in self._control_ids if not _MAYBE_CONTROL.fullmatch(piece)]
+        others.sort(key=len, reverse=True)
+        self._maybe_control = re.compile(
+            "|".join([*map(re.escape, others), _MAYBE_CONTROL.pattern])
+        )
         self._encode_plain = encode_plain
         self.vocab_size = len(pieces)
 
@@ -49,11 +58,19 @@ class Tokenizer:
         `bos`: begin with <bos>, once, also if the text already does. `parse_special`: control
         tokens written in the text, such as <start_of_turn>, become their ids; False takes them as
         plain characters, which is what text from a stranger needs.
+
+        Raises ValueError for a text that UTF-8 cannot hold (half of a surrogate pair).
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text has half a surrogate pair, {text[error.start]!r}, at {error.start}"
+            ) from None
         ids: list[int] = []
         start = 0
         if parse_special:
-            for match in _MAYBE_CONTROL.finditer(text):
+            for match in self._maybe_control.finditer(text):
                 token = self._control_ids.get(match.group())
                 if token is not None:
                     ids += [*self._plain(text[start : match.start()]), token]
@@ -109,11 +126,24 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file, or of a folder with `tokenizer.json`."""
+def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
+    """The tokenizer of a GGUF file, or of a folder with `tokenizer.json`.
+
+    Raises CheckpointError if it is missing, damaged, or not Gemma 3's.
+    """
+    path = Path(path)
     if path.is_dir():
-        return _from_json(path / "tokenizer.json")
-    return _from_metadata(path, GGUFFile(path).metadata)
+        path = path / "tokenizer.json"
+        tokenizer = _from_json(path)
+    else:
+        tokenizer = _from_metadata(path, GGUFFile(path).metadata)
+    for token, piece in _KNOWN.items():
+        found = tokenizer.token(token) if token < tokenizer.vocab_size else None
+        if found != piece:
+            raise CheckpointError(
+                f"{path} is not Gemma 3's tokenizer: token {token} is {found!r}, expected {piece!r}"
+            )
+    return tokenizer
 
 
 def _from_metadata(path: Path, metadata: dict[str, Any]) -> Tokenizer:
@@ -130,22 +160,27 @@ def _from_metadata(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     if absent:
         raise CheckpointError(f"{path}: the metadata lack {prefix}.{absent[0]}")
     pieces, scores, types = (metadata[f"{prefix}.{name}"] for name in names)
+    if list(map(type, (pieces, scores, types))) != [list, np.ndarray, np.ndarray]:
+        raise CheckpointError(f"{path}: {prefix}.{', '.join(names)} are not three arrays")
     if not len(pieces) == len(scores) == len(types):
         raise CheckpointError(f"{path}: {len(pieces)=}, {len(scores)=} and {len(types)=} differ")
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.trainer_spec.model_type = _BPE
     proto.trainer_spec.byte_fallback = True
     proto.trainer_spec.pad_id, proto.trainer_spec.eos_id = 0, 1
     proto.trainer_spec.bos_id, proto.trainer_spec.unk_id = BOS, 3
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = False
     proto.normalizer_spec.remove_extra_whitespaces = False
-    for piece, score, kind in zip(pieces, scores.tolist(), types.tolist(), strict=True):
-        inside = piece.replace(" ", _SPACE) if kind == _USER_DEFINED else piece
-        proto.pieces.add(piece=inside, score=score, type=kind)
     processor = SentencePieceProcessor()
-    processor.LoadFromSerializedProto(proto.SerializeToString())
-    control = frozenset((types == _CONTROL).nonzero()[0].tolist())
+    try:
+        for piece, score, kind in zip(pieces, scores.tolist(), types.tolist(), strict=True):
+            inside = piece.replace(" ", _SPACE) if kind == _USER_DEFINED else piece
+            proto.pieces.add(piece=inside, score=score, type=kind)
+        processor.LoadFromSerializedProto(proto.SerializeToString())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the vocabulary is damaged ({error})") from error
+    control = frozenset(np.isin(types, (_UNKNOWN, _CONTROL)).nonzero()[0].tolist())
     return Tokenizer(pieces, control, processor.encode)
 
 

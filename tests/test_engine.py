@@ -1,0 +1,344 @@
+"""The engine on a tiny float32 model, against the same model without a cache."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests import tiny_model
+from tests.tiny_model import VOCAB, WINDOW, PlainText
+
+from jaxattn.batch import PageTable, RaggedBatch
+from jaxattn.cache.plan import group_layers
+from jaxattn.cache.state import init_cache
+from jaxattn.engine.engine import token_buckets
+from jaxattn.models.gemma3.model import layer_specs
+from jaxattn.registry import UnsupportedAttentionError
+from jaxattn.sampling import SamplingParams
+
+MAX_LEN = 64
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+SCORED = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=3)
+TINY = tiny_model.model()
+
+
+@cache
+def shared_engine(hybrid=True):
+    """Compiled once; every test leaves it empty."""
+    return tiny_model.engine(
+        TINY, max_num_batched_tokens=3 * WINDOW, max_num_seqs=4, hybrid_kv_cache=hybrid
+    )
+
+
+@pytest.fixture
+def engine():
+    engine = shared_engine()
+    yield engine
+    assert_empty(engine)
+
+
+def assert_empty(engine):
+    assert not engine.has_work
+    allocator = engine.runner.allocator
+    assert allocator is engine.scheduler.allocator
+    allocator.check()
+    assert allocator.free_pages == tuple(pages - 1 for pages in allocator.num_pages)
+
+
+def random_prompts(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def add(engine, prompt, params=GREEDY, seed=0):
+    return engine.add(prompt, params, seed=seed, stream=PlainText())
+
+
+def run(engine, prompts, params=GREEDY):
+    """Everything at once."""
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    sequences = [add(engine, *each) for each in zip(prompts, params, strict=True)]
+    while engine.has_work:
+        engine.step()
+    return sequences
+
+
+@cache
+def full_forward():
+    """`tokens[MAX_LEN] -> logits[MAX_LEN, vocab]` in one shot, on the dense oracle."""
+    specs = layer_specs(TINY.config, page_size=MAX_LEN, kv_dtype="float32")
+    plan = group_layers(specs, hybrid=False, max_len=MAX_LEN)
+
+    @jax.jit
+    def forward(token_ids):
+        batch = RaggedBatch(
+            kv_lens=jnp.array([MAX_LEN], jnp.int32),
+            cu_q_lens=jnp.array([0, MAX_LEN], jnp.int32),
+            distribution=jnp.array([0, 1, 1], jnp.int32),
+            tables=(PageTable(jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)),),
+        )
+        hidden, _ = TINY(
+            token_ids, init_cache(plan, (2,)), plan=plan, batch=batch, backend="reference"
+        )
+        return TINY.logits(hidden)
+
+    return forward
+
+
+def oracle_logits(tokens):
+    """Row i is what follows tokens[: i + 1]; padding comes after and is not seen."""
+    padded = np.zeros(MAX_LEN, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(full_forward()(padded))[: len(tokens)]
+
+
+def oracle_logprobs(tokens):
+    return np.asarray(jax.nn.log_softmax(oracle_logits(tokens), axis=-1))
+
+
+def assert_greedy(sequence):
+    """Every new token is the oracle's best."""
+    best = oracle_logits(sequence.tokens).argmax(axis=1)
+    assert sequence.new_tokens == best[sequence.num_prompt - 1 : -1].tolist()
+
+
+def test_a_batch_equals_one_at_a_time_and_the_oracle(engine):
+    prompts = random_prompts([1, 2, 7, 8, 9, 17, 30, 50, 5])
+    together = run(engine, prompts)
+    for prompt, each in zip(prompts, together, strict=True):
+        assert each.new_tokens == run(engine, [prompt])[0].new_tokens
+        assert_greedy(each)
+        assert len(each.new_tokens) == 12 and each.finish_reason == "length"
+    assert len({tuple(each.new_tokens) for each in together}) == len(prompts)
+
+
+def test_prompts_that_come_later(engine):
+    """Decode and prefill in one step, in every mixture."""
+    sequences = []
+    for prompt in random_prompts([3, 20, 11, 33, 1, 9], seed=1):
+        sequences.append(add(engine, prompt))
+        engine.step()
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    for each in sequences:
+        assert_greedy(each)
+
+
+@pytest.mark.parametrize("chunk", range(1, 3 * WINDOW + 1))
+def test_chunks_of_every_size(engine, chunk, monkeypatch):
+    prompt = random_prompts([3 * WINDOW + 2], seed=2)[0]
+    monkeypatch.setattr(engine.scheduler, "max_num_batched_tokens", chunk)
+    each = run(engine, [prompt], SCORED)[0]
+    assert_greedy(each)
+    expected = oracle_logprobs(prompt)[np.arange(len(prompt) - 1), prompt[1:]]
+    ours = [report[token].logprob for report, token in zip(each.prompt_logprobs, prompt[1:])]
+    np.testing.assert_allclose(ours, expected, atol=2e-4)
+
+
+def test_hybrid_cache_on_and_off_are_bit_equal(engine):
+    uniform = shared_engine(hybrid=False)
+    assert (len(engine.plan.groups), len(uniform.plan.groups)) == (2, 1)
+    prompts = random_prompts([1, 9, 25, 40, 6], seed=3)
+    params = SamplingParams(max_tokens=20, temperature=0, logprobs=20, prompt_logprobs=20)
+    for ours, theirs in zip(
+        run(engine, prompts, params), run(uniform, prompts, params), strict=True
+    ):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == theirs.logprobs  # floats, exactly
+        assert ours.prompt_logprobs == theirs.prompt_logprobs
+    assert_empty(uniform)
+
+
+def test_few_shapes_are_compiled(engine):
+    rng = np.random.default_rng(4)
+    run(engine, random_prompts(rng.integers(1, 60, 50), seed=4), SamplingParams(max_tokens=3))
+    assert engine.buckets == token_buckets(4, 3 * WINDOW) == (1, 2, 4, 8, 24)
+    assert engine.runner.num_compiled() <= len(engine.buckets)
+
+
+def test_buckets():
+    assert token_buckets(1, 1) == (1,)
+    assert token_buckets(8, 512) == (1, 2, 8, 32, 128, 512)
+    assert token_buckets(4, 100) == (1, 2, 4, 8, 32, 100)
+    assert token_buckets(4, 4) == (1, 2, 4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_prompt_logprobs(engine, length):
+    prompt, other = random_prompts([length, 13], seed=5)
+    each, *_ = run(engine, [prompt, other, other], [SCORED, GREEDY, SCORED])
+    exact = oracle_logprobs(prompt)
+    assert len(each.prompt_logprobs) == length - 1
+    for row, (report, token) in enumerate(zip(each.prompt_logprobs, prompt[1:])):
+        assert next(iter(report)) == token
+        best = np.argsort(-exact[row])[:3].tolist()
+        assert set(report) == {token, *best}
+        assert report[token].rank == 1 + (exact[row] > exact[row, token]).sum()
+        for likely, entry in report.items():
+            assert entry.logprob == pytest.approx(exact[row, likely], abs=2e-4)
+        assert [report[likely].rank for likely in best] == [1, 2, 3]
+
+
+def test_logprobs_are_the_models_whatever_is_drawn(engine):
+    params = SamplingParams(
+        *(), max_tokens=6, temperature=3.0, top_k=40, presence_penalty=1.0, logprobs=2, seed=3
+    )
+    prompt = random_prompts([10], seed=6)[0]
+    plain, each = run(engine, [prompt, prompt], [GREEDY, params])
+    assert plain.logprobs == [] and plain.output().logprobs is None
+    exact = oracle_logprobs(each.tokens)[len(prompt) - 1 :]
+    assert len(each.logprobs) == 6
+    for row, (report, token) in enumerate(zip(each.logprobs, each.new_tokens)):
+        assert next(iter(report)) == token
+        assert report[token].logprob == pytest.approx(exact[row, token], abs=2e-4)
+        assert report[token].rank == 1 + (exact[row] > exact[row, token]).sum()
+        assert report[token].decoded_token == str(token)
+        assert {*np.argsort(-exact[row])[:2].tolist(), token} == set(report)
+
+
+def test_zero_logprobs_report_the_token_alone(engine):
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=0, prompt_logprobs=0)
+    each = run(engine, [[5, 6, 7]], params)[0]
+    assert [list(report) for report in each.logprobs] == [[token] for token in each.new_tokens]
+    assert [list(report) for report in each.prompt_logprobs] == [[6], [7]]
+
+
+def test_penalties_count_prompt_and_new_tokens(engine):
+    """Against the oracle's logits and a plain loop."""
+    params = SamplingParams(
+        max_tokens=12, temperature=0, repetition_penalty=1.5, frequency_penalty=0.5
+    )
+    prompt = random_prompts([9], seed=7)[0]
+    each, plain = run(engine, [prompt, prompt], [params, GREEDY])
+    logits = oracle_logits(each.tokens)
+    for step, token in enumerate(each.new_tokens):
+        row = logits[len(prompt) - 1 + step].copy()
+        new = each.new_tokens[:step]
+        for seen in {*prompt, *new}:
+            row[seen] = row[seen] / 1.5 if row[seen] > 0 else row[seen] * 1.5
+            row[seen] -= 0.5 * new.count(seen)
+        assert token == row.argmax()
+    assert each.new_tokens != plain.new_tokens
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
+    params = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.95)
+    prompts = random_prompts([12, 3, 28, 7], seed=8)
+    alone = add(engine, prompts[0], params, seed=11)
+    while engine.has_work:
+        engine.step()
+    others = [add(engine, prompt, params, seed=11) for prompt in prompts[1:]]
+    again = add(engine, prompts[0], params, seed=11)
+    different = add(engine, prompts[0], params, seed=12)
+    while engine.has_work:
+        engine.step()
+    assert alone.new_tokens == again.new_tokens != different.new_tokens
+    assert all(each.new_tokens != alone.new_tokens for each in others)
+
+
+def test_the_model_length_ends_a_continuation(engine):
+    prompt = random_prompts([MAX_LEN - 3], seed=9)[0]
+    each = run(engine, [prompt], SamplingParams(max_tokens=50, temperature=0))[0]
+    assert (len(each.tokens), each.finish_reason) == (MAX_LEN, "length")
+    longest = run(engine, [prompt + [5, 6]], GREEDY)[0]
+    assert (len(longest.new_tokens), longest.finish_reason) == (1, "length")
+
+
+def test_the_engines_eos_ends_a_continuation(engine, monkeypatch):
+    prompt = random_prompts([10], seed=10)[0]
+    tokens = run(engine, [prompt])[0].new_tokens
+    monkeypatch.setattr(engine, "eos_ids", (tokens[4],))
+    each = run(engine, [prompt])[0]
+    where = tokens.index(tokens[4])
+    assert (each.new_tokens, each.finish_reason) == (tokens[: where + 1], "stop")
+    ignoring = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    assert run(engine, [prompt], ignoring)[0].new_tokens == tokens
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["runner.run", "runner._step", "scheduler.settle"])
+def test_a_failing_step_leaves_the_engine_usable(engine, error, where, monkeypatch):
+    prompts = random_prompts([6, 30, 40, 2, 9], seed=11)
+    expected = [each.new_tokens for each in run(engine, prompts)]
+
+    def fail(*args, **kwargs):
+        jax.tree.map(lambda pages: pages.delete(), engine.runner.cache)  # as donation does
+        raise error("in the middle")
+
+    owner, name = getattr(engine, where.split(".")[0]), where.split(".")[1]
+    for prompt in prompts:
+        add(engine, prompt)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(error, match="in the middle"):
+            engine.step()
+    assert_empty(engine)
+    assert [each.new_tokens for each in run(engine, prompts)] == expected
+
+
+def test_a_step_without_work_does_nothing(engine, monkeypatch):
+    monkeypatch.setattr(engine.runner, "run", None)
+    assert engine.step() == []
+
+
+def test_abort_leaves_the_others_alone(engine):
+    prompts = random_prompts([6, 30, 40, 2, 9, 5], seed=12)
+    sequences = [add(engine, prompt) for prompt in prompts]
+    engine.step()
+    engine.abort(sequences[1::2])
+    while engine.has_work:
+        engine.step()
+    engine.abort(sequences)
+    for each in sequences[0::2]:
+        assert_greedy(each)
+    assert all(each.finish_reason is None for each in sequences[1::2])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1, VOCAB, -1], rf"token ids \[{VOCAB}, -1\] are outside 0 to {VOCAB - 1}"),
+        ([1] * MAX_LEN, "the prompt has 64 tokens; max_model_len=64 leaves room for 63"),
+    ],
+)
+def test_wrong_prompts(engine, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        add(engine, prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"max_model_len": tiny_model.MAX_POSITION + 1},
+            ValueError,
+            "max_model_len=4097: the model's positions end at 4096",
+        ),
+        ({"max_model_len": 0}, ValueError, "max_model_len=0: expected at least 1"),
+        ({"page_size": 0}, ValueError, "page_size=0: expected at least 1"),
+        ({"page_size": 2.0}, TypeError, "page_size=2.0: expected a Python int"),
+        ({"page_size": 1024}, UnsupportedAttentionError, "page_size=1024: supported: 1 to 512"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": True}, TypeError, "max_num_batched_tokens=True"),
+        ({"max_num_batched_tokens": 3}, ValueError, "is less than max_num_seqs=4"),
+        ({"kv_dtype": "int4"}, ValueError, "dtype='int4': a cache stores one of"),
+        ({"kv_dtype": "float16"}, UnsupportedAttentionError, "cache dtype=float16"),
+        ({"backend": "cuda"}, ValueError, "backend='cuda': the backends are"),
+        ({"backend": "pallas_tpu"}, UnsupportedAttentionError, "pallas_tpu.*not yet"),
+        ({"backend": "pallas_gpu"}, UnsupportedAttentionError, "pallas_gpu.*not yet"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(options, error, message, monkeypatch):
+    monkeypatch.setattr("jaxattn.engine.engine.Runner", None)  # before anything is allocated
+    with pytest.raises(error, match=message):
+        tiny_model.engine(TINY, **options)
+
+
+def test_the_pools_are_of_the_planned_bytes(engine):
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.cache))
+    sizes = enumerate(engine.runner.num_pages)
+    assert arrays == sum(count * engine.plan.page_bytes(group) for group, count in sizes)
