@@ -29,6 +29,7 @@ class RaggedBatch:
 
     `kv_lens` include the new tokens; sequence s owns rows `cu_q_lens[s] : cu_q_lens[s + 1]`;
     `distribution` is the cumulative `(decode, prefill, total)`; one table per cache group.
+    Pass it to a jitted function as an argument: its lengths change, its shapes do not.
     """
 
     kv_lens: Int32[Array, "seqs"]

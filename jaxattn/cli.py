@@ -149,15 +149,15 @@ def _plan(options: argparse.Namespace) -> int:
 
     config = load_config(options.model)
     specs = layer_specs(config, page_size=options.page_size, kv_dtype=options.kv_dtype)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     for hybrid in (True, False):
         plan = jaxattn.group_layers(specs, hybrid=hybrid, max_len=options.max_len)
-        state = "on" if hybrid else "off"
-        console.rule(f"{options.model}, hybrid cache {state}", align="left")
-        console.print(plan)
         pages = worst_demand(
             plan, max_num_seqs=options.batch, max_len=options.max_len, step_tokens=512
         )
+        state = "on" if hybrid else "off"
+        console.rule(f"{options.model}, hybrid cache {state}", align="left")
+        console.print(plan)
         total = sum(count * plan.page_bytes(group) for group, count in enumerate(pages))
         console.print(
             f"{options.batch} sequences of {options.max_len} tokens, 512 in flight: "

@@ -105,7 +105,7 @@ class _Limit:
 _LIMITS = {
     "max_tokens": _Limit(least=1, whole=True),
     "temperature": _Limit(least=0),
-    "top_k": _Limit(least=0, whole=True),
+    "top_k": _Limit(least=0, most=2**31 - 1, whole=True),
     "top_p": _Limit(least=0, most=1, above=True),
     "min_p": _Limit(least=0, most=1),
     "seed": _Limit(least=0, most=2**32 - 1, whole=True, optional=True),

@@ -103,8 +103,16 @@ ROLES = {"u": "user", "a": "assistant", "s": "system", "m": "model"}
 
 @pytest.mark.parametrize(
     ("roles", "wrong", "expected"),
-    [("a", 0, "user"), ("uu", 1, "assistant"), ("uaa", 2, "user"), ("sa", 1, "user")]
-    + [("suu", 2, "assistant"), ("us", 1, "assistant"), ("ss", 1, "user"), ("umm", 2, "user")],
+    [
+        ("a", 0, "user"),
+        ("uu", 1, "assistant"),
+        ("uaa", 2, "user"),
+        ("sa", 1, "user"),
+        ("suu", 2, "assistant"),
+        ("us", 1, "assistant"),
+        ("ss", 1, "user"),
+        ("umm", 2, "user"),
+    ],
 )
 def test_roles_out_of_turn(roles, wrong, expected):
     messages = [message(ROLES[role], "x") for role in roles]
@@ -121,6 +129,7 @@ def test_roles_out_of_turn(roles, wrong, expected):
         ([SYSTEM], "a system message alone has no turn"),
         ([message("tool", "x")], "message 0: unknown role 'tool'"),
         ([message(None, "x")], "message 0: unknown role None"),
+        ([message(["user"], "x")], r"message 0: unknown role \['user'\]"),
         ([{"role": "user"}], "message 0: expected the keys role and content"),
         ([message("user", "x") | {"name": "Ann"}], "message 0: expected the keys role and content"),
         (["Hello"], "message 0: expected the keys role and content, got 'Hello'"),

@@ -280,7 +280,7 @@ def tiny_gguf(tmp_path):
 
 def test_truncated_gguf(tiny_gguf):
     os.truncate(tiny_gguf, tiny_gguf.stat().st_size - 4096)
-    with pytest.raises(CheckpointError, match="is truncated: tensor .* fetch or copy it again"):
+    with pytest.raises(CheckpointError, match=r"is truncated: tensor .* fetch or copy it again"):
         load_weights(tiny_gguf, dtype="float32")
 
 

@@ -70,8 +70,8 @@ def run(
 # The float64 implementation: one position after the other, one head after the other.
 
 
-def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / math.sqrt(float(np.mean(x * x)) + CONFIG.rms_norm_eps) * (1 + weight)
+def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / math.sqrt(float(np.mean(x * x)) + eps) * (1 + weight)
 
 
 def rotate(head: np.ndarray, position: int, theta: float, factor: float) -> np.ndarray:
@@ -89,35 +89,38 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 def float64_logits(config: Gemma3Config = CONFIG) -> np.ndarray:
     wide = {name: array.astype(np.float64) for name, array in weights().items()}
     stream = wide["embed"][IDS] * math.sqrt(config.embed_dim)
+    eps = config.rms_norm_eps
     group = config.num_q_heads // config.num_kv_heads
     for index, record in enumerate(config.layers):
         own = {n.split(".")[2]: w for n, w in wide.items() if n.startswith(f"layers.{index}.")}
         theta, factor = record.rope_theta, record.rope_factor
         keys, values, added = [], [], []
         for position, x in enumerate(stream):
-            x = norm(x, own["attn_norm"])
+            x = norm(x, own["attn_norm"], eps)
             queries = (own["q"] @ x).reshape(config.num_q_heads, -1)
             new_keys = (own["k"] @ x).reshape(config.num_kv_heads, -1)
-            keys.append([rotate(norm(k, own["k_norm"]), position, theta, factor) for k in new_keys])
+            keys.append(
+                [rotate(norm(k, own["k_norm"], eps), position, theta, factor) for k in new_keys]
+            )
             values.append((own["v"] @ x).reshape(config.num_kv_heads, -1))
             window = record.sliding_window
             seen = [p for p in range(position + 1) if window is None or p > position - window]
             heads = []
             for number, query in enumerate(queries):
-                query = rotate(norm(query, own["q_norm"]), position, theta, factor)
+                query = rotate(norm(query, own["q_norm"], eps), position, theta, factor)
                 scores = [query @ keys[p][number // group] * config.query_scale for p in seen]
                 weight = np.exp(np.array(scores) - max(scores))
                 weight /= weight.sum()
                 heads.append(
                     sum(w * values[p][number // group] for w, p in zip(weight, seen, strict=True))
                 )
-            added.append(norm(own["o"] @ np.concatenate(heads), own["post_attn_norm"]))
+            added.append(norm(own["o"] @ np.concatenate(heads), own["post_attn_norm"], eps))
         stream = stream + added
         for x in stream:
-            y = norm(x, own["mlp_norm"])
+            y = norm(x, own["mlp_norm"], eps)
             y = own["down"] @ (gelu_tanh(own["gate"] @ y) * (own["up"] @ y))
-            x += norm(y, own["post_mlp_norm"])
-    return np.stack([wide["embed"] @ norm(x, wide["final_norm"]) for x in stream])
+            x += norm(y, own["post_mlp_norm"], eps)
+    return np.stack([wide["embed"] @ norm(x, wide["final_norm"], eps) for x in stream])
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +134,13 @@ def test_logits_at_every_position(expected, backend):
     np.testing.assert_allclose(run(backend=backend), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 20])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_chunked_prefill_and_decode(expected, chunk):
     np.testing.assert_allclose(run(chunk=chunk), expected, atol=2e-4)
 
 
 def test_without_the_hybrid_cache_the_logits_are_bit_equal():
-    for chunk in (1, 7):
-        np.testing.assert_array_equal(run(chunk=chunk), run(chunk=chunk, hybrid=False))
+    np.testing.assert_array_equal(run(chunk=7), run(chunk=7, hybrid=False))
 
 
 def changed(**changes) -> Gemma3Config:
@@ -152,21 +154,16 @@ def changed(**changes) -> Gemma3Config:
     "config",
     [
         changed(global_layers={"rope_factor": 1.0}),
-        changed(global_layers={"rope_theta": 10_000.0}),
         changed(global_layers={"sliding_window": WINDOW}),
-        changed(query_scale=0.25),
-        changed(rms_norm_eps=1e-2),
+        changed(global_layers={"rope_theta": 10_000.0}, query_scale=0.25, rms_norm_eps=1e-2),
     ],
-    ids=["factor", "theta", "window on all layers", "scale", "eps"],
+    ids=["factor", "window on all layers", "theta, scale and eps"],
 )
-def test_every_setting_reaches_the_logits(expected, config):
+def test_settings_reach_the_logits(expected, config):
     """By more than the tolerance above, and as the float64 implementation says."""
-    assert config != CONFIG
-    other = float64_logits(config) if config.rms_norm_eps == CONFIG.rms_norm_eps else None
     logits = run(config)
     assert np.abs(logits - expected).max() > 1e-2
-    if other is not None:
-        np.testing.assert_allclose(logits, other, atol=2e-4)
+    np.testing.assert_allclose(logits, float64_logits(config), atol=2e-4)
     if config.layers[5].sliding_window == WINDOW:  # within one window nothing differs
         np.testing.assert_allclose(logits[:WINDOW], expected[:WINDOW], atol=2e-4)
 
@@ -190,14 +187,14 @@ def test_sequences_of_a_batch_do_not_see_each_other(expected):
 
     def step(ids, seqs, kv_lens, q_lens, distribution, cache):
         batch = RaggedBatch(
-            kv_lens=jnp.array([*kv_lens, 0], jnp.int32),
-            cu_q_lens=jnp.array(np.cumsum([0, *q_lens, 0]), jnp.int32),
+            kv_lens=jnp.array(np.pad(kv_lens, (0, 4 - len(seqs))), jnp.int32),
+            cu_q_lens=jnp.array(np.cumsum([0, *q_lens] + [0] * (4 - len(seqs))), jnp.int32),
             distribution=jnp.array(distribution, jnp.int32),
             tables=tuple(
                 PageTable(
                     *map(
                         jnp.asarray,
-                        pages.page_table(group, seqs, rows=len(seqs) + 1, width=width),
+                        pages.page_table(group, seqs, rows=4, width=width),
                     )
                 )
                 for group, width in enumerate(widths)
@@ -251,7 +248,8 @@ def test_a_plan_of_another_model():
 
 
 def test_random_weights():
-    drawn = random_weights(CONFIG, jax.random.key(0), dtype="bfloat16", scale=0.5)
-    assert {name: array.shape for name, array in drawn.items()} == expected_shapes(CONFIG)
+    small = replace(CONFIG, layers=CONFIG.layers[:1])
+    drawn = random_weights(small, jax.random.key(0), dtype="bfloat16", scale=0.5)
+    assert {name: array.shape for name, array in drawn.items()} == expected_shapes(small)
     assert {array.dtype.name for array in drawn.values()} == {"bfloat16"}
     assert 0.45 < float(jnp.std(drawn["embed"].astype(jnp.float32))) < 0.55

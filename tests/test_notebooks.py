@@ -1,4 +1,4 @@
-"""The notebooks are documents: short cells, no outputs committed, and they run from top to bottom."""
+"""The notebooks are documents: short cells, no outputs committed, and they run to the end."""
 
 import ast
 import os
@@ -92,5 +92,5 @@ def test_runs(path: Path, tmp_path: Path) -> None:
     # A person's notebook has one CPU device, not the two of conftest.py, and no profile of ours.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "IPYTHONDIR": str(tmp_path)}
     environment.pop("XLA_FLAGS", None)
-    client.execute(env=environment)
+    client.execute(env=environment, cleanup_kc=True)  # it leaves a given manager's kernel alive
     assert all(cell.execution_count for cell in code_cells(client.nb))

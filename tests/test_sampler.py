@@ -186,9 +186,7 @@ def test_a_draw_depends_on_its_own_row_only():
     )
     np.testing.assert_array_equal(choose(logits[order], shuffled, None), batch[order])
     for row in range(0, 32, 5):
-        alone = rows_of(
-            asked[row], seeds=[seeds[row]], samples=[samples[row]], steps=[steps[row]]
-        )
+        alone = rows_of(asked[row], seeds=[seeds[row]], samples=[samples[row]], steps=[steps[row]])
         assert int(choose(logits[row : row + 1], alone, None)[0]) == batch[row]
 
 

@@ -120,7 +120,7 @@ class CachePlan:
         return Group(groups, "", sequence)
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=100, color_system=None)
+        console = Console(file=StringIO(), width=100, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()

@@ -168,7 +168,7 @@ class Engine:
                 self.scheduler.finish(sequence)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Drop sequences, waiting or running, and free their pages. Finished ones stay as they are."""
+        """Drop sequences, waiting or running, and free their pages. Finished ones stay."""
         for sequence in sequences:
             self.scheduler.finish(sequence)
 

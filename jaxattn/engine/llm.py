@@ -120,7 +120,9 @@ class LLM:
 
         Needs an instruction-tuned checkpoint to make sense; a base model continues the text.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = messages
+        if messages and isinstance(messages[0], dict):
+            conversations = [messages]
         return self.generate([render_chat(each) for each in conversations], params)
 
     def stream(

@@ -1,5 +1,6 @@
 """The compiled step: tokens in, logits out, cache donated. One compilation for each bucket."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -47,13 +48,16 @@ class Runner:
         self._widths = tuple(
             table_width(plan, group, **limits) for group in range(len(plan.groups))
         )
-        graph, self._weights = nnx.split(model)
+        graph, state = nnx.split(model)
+        # A flat tuple: flattening the nested state in Python would cost each step a millisecond.
+        self._weights, tree = jax.tree.flatten(state)
+        rebuild = partial(_rebuild, graph, tree)
         self._step = jax.jit(
-            partial(_step, graph, plan, backend),
+            partial(_step, rebuild, plan, backend),
             donate_argnames="cache",
             compiler_options=_compiler_options(),
         )
-        self._score = jax.jit(partial(_score, graph))
+        self._score = jax.jit(partial(_score, rebuild))
         self.reset()
 
     def reset(self) -> None:
@@ -63,7 +67,7 @@ class Runner:
 
     def num_compiled(self) -> int:
         """How many step shapes have been compiled so far: at most one for each bucket."""
-        return self._step._cache_size()
+        return self._step._cache_size()  # type: ignore[attr-defined]
 
     def run(
         self, step: list[Scheduled]
@@ -95,10 +99,10 @@ class Runner:
             for group, width in enumerate(self._widths)
         )
         batch = RaggedBatch(
-            kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens,
-            distribution=np.array([decode, len(step), len(step)], np.int32),
-            tables=tuple(PageTable(*table) for table in tables),
+            kv_lens=jnp.asarray(kv_lens),
+            cu_q_lens=jnp.asarray(cu_q_lens),
+            distribution=jnp.array([decode, len(step), len(step)], jnp.int32),
+            tables=tuple(PageTable(*map(jnp.asarray, table)) for table in tables),
         )
         any_samples = np.array(any(each.samples for each in step))
         logits, hidden, self.cache = self._step(
@@ -127,7 +131,7 @@ class Runner:
         counts = np.zeros((rows, self.vocab_size), np.int32)
         for row, sequence in enumerate(sequences):
             in_prompt[row], counts[row] = sequence.history(self.vocab_size)
-        return params, TokenHistory(in_prompt, counts)
+        return params, TokenHistory(jnp.asarray(in_prompt), jnp.asarray(counts))
 
 
 def _compiler_options() -> dict[str, int]:
@@ -135,11 +139,16 @@ def _compiler_options() -> dict[str, int]:
     return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
 
 
+def _rebuild(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, weights: list[Array]) -> Gemma3:
+    """The model from its flat weights."""
+    return nnx.merge(graph, jax.tree.unflatten(tree, weights))
+
+
 def _step(
-    graph: nnx.GraphDef,
+    rebuild: Callable[[list[Array]], Gemma3],
     plan: CachePlan,
     backend: str | None,
-    weights: nnx.State,
+    weights: list[Array],
     token_ids: Int32[Array, "tokens"],
     any_samples: Array,
     batch: RaggedBatch,
@@ -147,7 +156,7 @@ def _step(
     cache: CacheState,
 ) -> tuple[Float[Array, "seqs vocab"], Float[Array, "tokens embed"], CacheState]:
     """Logits at each sequence's last new token (zeros if nobody samples), and the new cache."""
-    model = nnx.merge(graph, weights)
+    model = rebuild(weights)
     hidden, cache = model(token_ids, cache, plan=plan, batch=batch, backend=backend)
     last = hidden[batch.last_rows()]
     shape = (last.shape[0], model.config.vocab_size)
@@ -158,16 +167,19 @@ def _step(
 
 
 def _score(
-    graph: nnx.GraphDef,
-    weights: nnx.State,
+    rebuild: Callable[[list[Array]], Gemma3],
+    weights: list[Array],
     hidden: Float[Array, "tokens embed"],
     targets: Int32[Array, "tokens"],
 ) -> TopLogprobs:
     """Log-probability of each row's target token, a few rows' logits at a time."""
-    model = nnx.merge(graph, weights)
+    model = rebuild(weights)
 
-    def score(row: tuple[Float[Array, "embed"], Int32[Array, ""]]) -> TopLogprobs:
-        return top_logprobs(model.logits(row[0][None]), row[1][None])
-
-    scores = jax.lax.map(score, (hidden, targets), batch_size=_SCORE_ROWS)
-    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), scores)
+    blocks = jax.tree.map(
+        lambda rows: jnp.pad(
+            rows, [(0, -len(rows) % _SCORE_ROWS)] + [(0, 0)] * (rows.ndim - 1)
+        ).reshape(-1, _SCORE_ROWS, *rows.shape[1:]),
+        (hidden, targets),
+    )
+    scores = jax.lax.map(lambda block: top_logprobs(model.logits(block[0]), block[1]), blocks)
+    return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:])[: len(targets)], scores)

@@ -41,9 +41,9 @@ class RowParams:
         padding = [(SamplingParams(temperature=0), 0, 0, 0)] * (size - len(rows))
         params, seeds, samples, steps = zip(*rows, *padding, strict=True)
 
-        def column(name: str, dtype: type = np.float32) -> np.ndarray:
-            limit = np.iinfo(np.int32).max if dtype is np.int32 else None
-            return np.array([getattr(each, name) for each in params]).clip(max=limit).astype(dtype)
+        def column(name: str, dtype: type = np.float32) -> Array:
+            values = np.array([getattr(each, name) for each in params])
+            return jnp.asarray(values.astype(dtype))
 
         return cls(
             temperature=column("temperature"),
@@ -53,9 +53,9 @@ class RowParams:
             repetition_penalty=column("repetition_penalty"),
             presence_penalty=column("presence_penalty"),
             frequency_penalty=column("frequency_penalty"),
-            seed=np.array(seeds, np.uint32),
-            sample=np.array(samples, np.int32),
-            step=np.array(steps, np.int32),
+            seed=jnp.array(seeds, jnp.uint32),
+            sample=jnp.array(samples, jnp.int32),
+            step=jnp.array(steps, jnp.int32),
         )
 
 
@@ -139,7 +139,7 @@ def _threshold(
     weights: Float[Array, "rows vocab"],
     wanted: Float[Array, "rows"],
 ) -> Float[Array, "rows"]:
-    """The largest t in [0, 1] such that the weights of `numbers >= t` sum to `wanted`, and not to 0.
+    """The largest t of 0 to 1 such that the weights of `numbers >= t` sum to `wanted`, not to 0.
 
     Found bit by bit (floats from 0 to 1 are ordered as their bits are): 30 passes, a tenth of the
     time of sorting the vocabulary.

@@ -52,7 +52,7 @@ def _role(index: int, message: Mapping[str, Any]) -> str:
     if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise ValueError(f"message {index}: expected the keys role and content, got {message!r}")
     role = message["role"]
-    if role != "system" and role not in _TURN_NAMES:
+    if role not in ("system", *_TURN_NAMES):
         raise ValueError(f"message {index}: unknown role {role!r}; use system, user or assistant")
     return role
 
