@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from tests import tiny_model
-from tests.tiny_model import NUM_TENSORS
 
 from jaxattn import LLM, SamplingParams, support_table
 from jaxattn.cli import main
+from tests import tiny_model
+from tests.tiny_model import NUM_TENSORS
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["--dtype", "float32", "--ignore-eos", "--max-model-len", "128"]

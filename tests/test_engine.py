@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import tiny_model
-from tests.tiny_model import VOCAB, WINDOW, PlainText
 
 from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.plan import group_layers
@@ -16,6 +14,8 @@ from jaxattn.engine.engine import token_buckets
 from jaxattn.models.gemma3.model import layer_specs
 from jaxattn.registry import UnsupportedAttentionError
 from jaxattn.sampling import SamplingParams
+from tests import tiny_model
+from tests.tiny_model import VOCAB, WINDOW, PlainText
 
 MAX_LEN = 64
 GREEDY = SamplingParams(max_tokens=12, temperature=0)

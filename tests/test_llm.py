@@ -4,10 +4,10 @@ import gc
 
 import jax
 import pytest
-from tests import tiny_model
-from tests.tiny_model import NUM_TENSORS
 
 from jaxattn import LLM, Logprob, SamplingParams, UnsupportedAttentionError
+from tests import tiny_model
+from tests.tiny_model import NUM_TENSORS
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=8, temperature=1.5, ignore_eos=True)

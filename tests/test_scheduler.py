@@ -3,8 +3,6 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from tests import tiny_model
-from tests.tiny_model import PlainText
 
 from jaxattn.cache.pages import PageAllocator, worst_demand
 from jaxattn.cache.plan import group_layers
@@ -13,6 +11,8 @@ from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.model import layer_specs
 from jaxattn.sampling import SamplingParams
+from tests import tiny_model
+from tests.tiny_model import PlainText
 
 MAX_LEN = 60
 PLAN = group_layers(

@@ -1,11 +1,11 @@
 """When a continuation ends, and what of its text may be shown before."""
 
 import pytest
-from tests.tiny_model import PlainText, vocabulary
 
 from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.tokenizer import EOS_IDS, Tokenizer
 from jaxattn.sampling import SamplingParams
+from tests.tiny_model import PlainText, vocabulary
 
 
 def byte_stream():

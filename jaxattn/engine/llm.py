@@ -5,7 +5,6 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -90,7 +89,7 @@ class LLM:
                 dtype=dtype,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        arrays = {name: jnp.asarray(weights.pop(name)) for name in list(weights)}
+        arrays = {name: jax.device_put(weights.pop(name)) for name in list(weights)}
         self.engine = Engine(
             Gemma3(config, arrays),
             eos_ids=self.tokenizer.eos_ids,
