@@ -133,7 +133,8 @@ def test_chunks_of_every_size(engine, chunk, monkeypatch):
     each = run(engine, [prompt], SCORED)[0]
     assert_greedy(each)
     expected = oracle_logprobs(prompt)[np.arange(len(prompt) - 1), prompt[1:]]
-    ours = [report[token].logprob for report, token in zip(each.prompt_logprobs, prompt[1:])]
+    reports = zip(each.prompt_logprobs, prompt[1:], strict=True)
+    ours = [report[token].logprob for report, token in reports]
     np.testing.assert_allclose(ours, expected, atol=2e-4)
 
 
@@ -171,7 +172,7 @@ def test_prompt_logprobs(engine, length):
     each, *_ = run(engine, [prompt, other, other], [SCORED, GREEDY, SCORED])
     exact = oracle_logprobs(prompt)
     assert len(each.prompt_logprobs) == length - 1
-    for row, (report, token) in enumerate(zip(each.prompt_logprobs, prompt[1:])):
+    for row, (report, token) in enumerate(zip(each.prompt_logprobs, prompt[1:], strict=True)):
         assert next(iter(report)) == token
         best = np.argsort(-exact[row])[:3].tolist()
         assert set(report) == {token, *best}
@@ -190,7 +191,7 @@ def test_logprobs_are_the_models_whatever_is_drawn(engine):
     assert plain.logprobs == [] and plain.output().logprobs is None
     exact = oracle_logprobs(each.tokens)[len(prompt) - 1 :]
     assert len(each.logprobs) == 6
-    for row, (report, token) in enumerate(zip(each.logprobs, each.new_tokens)):
+    for row, (report, token) in enumerate(zip(each.logprobs, each.new_tokens, strict=True)):
         assert next(iter(report)) == token
         assert report[token].logprob == pytest.approx(exact[row, token], abs=2e-4)
         assert report[token].rank == 1 + (exact[row] > exact[row, token]).sum()
@@ -242,7 +243,7 @@ def test_the_model_length_ends_a_continuation(engine):
     prompt = random_prompts([MAX_LEN - 3], seed=9)[0]
     each = run(engine, [prompt], SamplingParams(max_tokens=50, temperature=0))[0]
     assert (len(each.tokens), each.finish_reason) == (MAX_LEN, "length")
-    longest = run(engine, [prompt + [5, 6]], GREEDY)[0]
+    longest = run(engine, [[*prompt, 5, 6]], GREEDY)[0]
     assert (len(longest.new_tokens), longest.finish_reason) == (1, "length")
 
 

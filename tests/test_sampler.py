@@ -133,6 +133,10 @@ def test_a_tiny_top_p_keeps_the_best(top_p):
     assert (draw(LOGITS, SamplingParams(top_p=top_p), 64) == 0).all()
 
 
+def test_a_huge_temperature_is_flat():
+    assert len(set(draw(LOGITS, SamplingParams(temperature=1e300), 256).tolist())) == VOCAB
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-40, 1e-300])
 def test_a_tiny_temperature_is_greedy(temperature):
     assert (draw(100 * LOGITS, SamplingParams(temperature=temperature), 64) == 0).all()

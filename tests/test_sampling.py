@@ -17,6 +17,7 @@ from jaxattn.sampling import MAX_LOGPROBS, SamplingParams
         ("temperature", math.inf, "temperature=inf"),
         ("temperature", math.nan, "temperature=nan"),
         ("top_k", -1, "top_k=-1: expected at least 0"),
+        ("top_k", 2**31, "top_k=2147483648"),
         ("top_p", 0.0, "top_p=0.0: expected above 0 and at most 1"),
         ("top_p", 1.01, "top_p=1.01: expected above 0 and at most 1"),
         ("top_p", math.nan, "top_p=nan"),

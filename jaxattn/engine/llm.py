@@ -5,6 +5,7 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, Literal
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

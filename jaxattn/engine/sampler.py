@@ -42,7 +42,8 @@ class RowParams:
         params, seeds, samples, steps = zip(*rows, *padding, strict=True)
 
         def column(name: str, dtype: type = np.float32) -> Array:
-            values = np.array([getattr(each, name) for each in params])
+            most = float(np.finfo(np.float32).max)  # more would be infinite
+            values = np.array([min(getattr(each, name), most) for each in params])
             return jnp.asarray(values.astype(dtype))
 
         return cls(
