@@ -94,15 +94,20 @@ class Runner:
         cu_q_lens[len(step) + 1 :] = start
         decode = sum(each.num_tokens == 1 for each in step)
         ids = [each.sequence.id for each in step]
-        tables = (
+        tables = [
             self.allocator.page_table(group, ids, rows=rows, width=width)
             for group, width in enumerate(self._widths)
+        ]
+        distribution = np.array([decode, len(step), len(step)], np.int32)
+        # One transfer for all of them: each on its own costs a tenth of a millisecond.
+        kv_lens, cu_q_lens, distribution, tables = jax.device_put(
+            (kv_lens, cu_q_lens, distribution, tables)
         )
         batch = RaggedBatch(
-            kv_lens=jnp.asarray(kv_lens),
-            cu_q_lens=jnp.asarray(cu_q_lens),
-            distribution=jnp.array([decode, len(step), len(step)], jnp.int32),
-            tables=tuple(PageTable(*map(jnp.asarray, table)) for table in tables),
+            kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens,
+            distribution=distribution,
+            tables=tuple(PageTable(*table) for table in tables),
         )
         any_samples = np.array(any(each.samples for each in step))
         logits, hidden, self.cache = self._step(

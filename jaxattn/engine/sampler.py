@@ -86,7 +86,7 @@ def choose(
 ) -> Int32[Array, "rows"]:
     """The next token of every row. `params=None`: greedy. `history=None`: no penalties."""
     if params is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _best(logits)
     if history is not None:
         logits = penalise(logits, params, history)
     greedy = params.temperature == 0
@@ -100,7 +100,15 @@ def choose(
 
     draw = jax.vmap(uniform)(params.seed, params.sample, params.step)
     drawn = jax.vmap(_inverse_cdf)(likelihood, draw)
-    return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+    return jnp.where(greedy, _best(logits), drawn)
+
+
+def _best(logits: Float[Array, "rows vocab"]) -> Int32[Array, "rows"]:
+    """The first of the largest logits; `jnp.argmax` takes ten times as long on CPU."""
+    largest = logits.max(axis=-1, keepdims=True)
+    last = logits.shape[1] - 1
+    index = jnp.arange(last + 1, dtype=jnp.int32)[None]
+    return jnp.where(logits == largest, index, last).min(axis=-1)
 
 
 def penalise(

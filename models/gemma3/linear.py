@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-_MAX_TERMS = 40  # products that one output lane adds up; with over 64 XLA on CPU slows threefold
+_TERMS = 16  # products that one lane adds up: fewer is slower to run, more is slower to compile
+_MAX_TERMS = 40  # with over 64 XLA on CPU is three times slower
+_MAX_SUMS = 2**22  # partial sums of all outputs: beyond 16 MB they cost more than they save
 
 
 class Linear(nnx.Module):
@@ -26,14 +28,18 @@ def project(
     """`x W^T`, accumulated in float32.
 
     Contracted in place: as `dot(x, W.T)`, XLA on CPU copies the weight. For a single row of
-    bfloat16 it would convert the whole weight to float32; there the product is written out.
+    bfloat16 it would convert the whole weight to float32; there the product is written out, or
+    is made one of two rows where that would need too many partial sums.
     """
     product = partial(_dot, out_dtype=out_dtype)
-    lanes = _lanes(weight.shape[1])
-    if x.shape[0] > 1 or weight.dtype == jnp.float32 or lanes is None:
+    if x.shape[0] > 1 or weight.dtype == jnp.float32:
         return product(x, weight)
-    written_out = partial(_multiply_and_add, lanes=lanes, out_dtype=out_dtype)
-    return jax.lax.platform_dependent(x, weight, cpu=written_out, default=product)
+    lanes = _lanes(*weight.shape)
+    if lanes is None:
+        on_cpu = partial(_dot_of_two, out_dtype=out_dtype)
+    else:
+        on_cpu = partial(_multiply_and_add, lanes=lanes, out_dtype=out_dtype)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=product)
 
 
 def _dot(
@@ -44,16 +50,20 @@ def _dot(
     )
 
 
-def _lanes(size: int) -> int | None:
-    """The narrowest divisor, 16 or more, that leaves at most `_MAX_TERMS` terms, if any does."""
-    return next(
-        (
-            lanes
-            for lanes in range(16, size + 1)
-            if size % lanes == 0 and size // lanes <= _MAX_TERMS
-        ),
-        None,
-    )
+def _dot_of_two(
+    x: Float[Array, "1 in"], weight: Float[Array, "out in"], *, out_dtype: jnp.dtype
+) -> Float[Array, "1 out"]:
+    """The product of the row and a row of zeros, which leaves the weight as it is."""
+    return _dot(jnp.pad(x, ((0, 1), (0, 0))), weight, out_dtype=out_dtype)[:1]
+
+
+def _lanes(outputs: int, size: int) -> int | None:
+    """How many partial sums an output has: a divisor of `size`, None if none is good."""
+    divisors = [lanes for lanes in range(8, size + 1) if size % lanes == 0]
+    good = [lanes for lanes in divisors if size // lanes <= _MAX_TERMS]
+    small = [lanes for lanes in good if lanes * outputs <= _MAX_SUMS]
+    few = [lanes for lanes in small if size // lanes <= _TERMS]
+    return min(few, default=max(small, default=None))
 
 
 def _multiply_and_add(
