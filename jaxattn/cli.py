@@ -115,19 +115,25 @@ def _generate(options: argparse.Namespace) -> int:
         backend=options.backend,
     )
     loaded = time.perf_counter() - start
-    text = render_chat([{"role": "user", "content": prompt}]) if options.chat else prompt
-    chunks = llm.stream(text, params)
-    if not options.chat:
-        print(prompt, end="", flush=True)
-    start, times = time.perf_counter(), []
+    request = render_chat([{"role": "user", "content": prompt}]) if options.chat else prompt
+    chunks = llm.stream(request, params)
+    console = Console(stderr=True)
+    start, times, text = time.perf_counter(), list[float](), "" if options.chat else prompt
+    # The first two tokens each wait for a step to be compiled: prefill, then decode.
+    with console.status("compiling (kept for the next run)"):
+        for chunk in chunks:
+            text += chunk.text
+            times += [time.perf_counter()] * len(chunk.token_ids)
+            if len(times) >= 2:
+                break
+    print(text, end="", flush=True)
     for chunk in chunks:
         print(chunk.text, end="", flush=True)
         times += [time.perf_counter()] * len(chunk.token_ids)
     print(flush=True)
-    # Both of the first two tokens wait for a step to be compiled: prefill, then decode.
     decoding = len(times) - 2
     speed = f", {decoding / (times[-1] - times[1]):.1f} tokens/s" if decoding > 0 else ""
-    Console(stderr=True).print(
+    console.print(
         f"[dim]loaded in {loaded:.1f} s; first token after {times[0] - start:.1f} s (compiling "
         f"included); {len(times)} tokens{speed}[/dim]",
         highlight=False,
