@@ -274,7 +274,9 @@ def supports(row: Capabilities, need: Need) -> tuple[Reason, ...]:
     """Every reason why this backend cannot serve the need; empty when it can."""
     device = _device(row, need)
     if row.missing:
-        unavailable = Reason(f"backend={row.backend!r}", f"not yet ({row.missing})", "use backend='xla'")
+        unavailable = Reason(
+            f"backend={row.backend!r}", f"not yet ({row.missing})", "use backend='xla'"
+        )
         return (unavailable, device) if device else (unavailable,)
     found = (rule(row, need) for rule in _RULES.values())
     return tuple(reason for reason in found if reason is not None)
