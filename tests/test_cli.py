@@ -47,9 +47,18 @@ def expected(gguf_path):
     return lambda prompt: llm.generate(prompt, params)[0].outputs[0].text
 
 
+# A test run in the background ignores Ctrl-C, and hands that down to its children.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxattn.cli import main
+sys.exit(main())
+"""
+
+
 def start(*arguments, stdin=subprocess.DEVNULL):
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxattn", *arguments],
+        [sys.executable, "-c", COMMAND, *arguments],
         cwd=ROOT,
         stdin=stdin,
         stdout=subprocess.PIPE,
