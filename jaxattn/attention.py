@@ -116,6 +116,7 @@ def ragged_paged_attention(
     Returns:
         Output `[tokens, q_heads, head_dim]` in the queries' dtype (zeros for padding), and the
         updated pages. Recompiles when a shape or a static value changes, never with lengths.
+        For inference: only `backend="reference"` can be differentiated.
 
     Raises:
         UnsupportedAttentionError: no candidate backend supports the call (all reasons listed).
@@ -165,23 +166,16 @@ def ragged_paged_attention(
         update_kv_cache=update_kv_cache,
     )
     kernel = _KERNELS[select(need, backend)]
+    arrays = queries, keys, values, kv_pages, kv_lens, page_indices, cu_q_lens, distribution
+    optional = {"sinks": sinks, "image_spans": image_spans, "first_page": first_page}
     return kernel(
-        queries,
-        keys,
-        values,
-        kv_pages,
-        kv_lens,
-        page_indices,
-        cu_q_lens,
-        distribution,
+        *jax.tree.map(jnp.asarray, arrays),  # from numpy too
+        **jax.tree.map(jnp.asarray, optional),
         sm_scale=float(sm_scale),
         sliding_window=sliding_window,
         soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=sinks,
-        image_spans=image_spans,
         image_rule=image_rule,
         causal=causal,
-        first_page=first_page,
         update_kv_cache=update_kv_cache,
     )
 
@@ -253,6 +247,19 @@ def _check_arrays(
     first_page: Array | None,
 ) -> None:
     """Raise on shapes and dtypes that do not fit together; nothing is broadcast or cast."""
+    needed = {
+        "queries": queries,
+        "keys": keys,
+        "values": values,
+        "kv_pages": kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages,
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "distribution": distribution,
+    }
+    for name, given in needed.items():
+        if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+            raise TypeError(f"{name} is a {type(given).__name__}, expected an array")
     if queries.ndim != 3 or keys.ndim != 3:
         raise ValueError(
             f"queries {queries.shape} and keys {keys.shape}: expected [tokens, heads, head_dim]"
@@ -267,6 +274,11 @@ def _check_arrays(
     if pages.ndim != 5:
         raise ValueError(f"kv_pages {pages.shape}: make them by jaxattn.kv_pages_shape")
     seqs = kv_lens.shape[0] if kv_lens.ndim == 1 else -1
+    if seqs == 0 or 0 in page_indices.shape or pages.shape[0] == 0:
+        raise ValueError(
+            f"no sequences, pages or table columns: kv_lens {kv_lens.shape}, page_indices "
+            f"{page_indices.shape}, kv_pages {pages.shape}; pad a step to at least one of each"
+        )
     if page_indices.ndim != 2:
         raise ValueError(f"page_indices {page_indices.shape}: expected [seqs, pages_per_seq]")
     expected = [

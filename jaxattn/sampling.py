@@ -112,7 +112,7 @@ _LIMITS = {
     "n": _Limit(least=1, whole=True),
     "logprobs": _Limit(least=0, most=MAX_LOGPROBS, whole=True, optional=True),
     "prompt_logprobs": _Limit(least=0, most=MAX_LOGPROBS, whole=True, optional=True),
-    "repetition_penalty": _Limit(least=0, above=True),
+    "repetition_penalty": _Limit(least=0.001, most=1000),
     "presence_penalty": _Limit(least=-2, most=2),
     "frequency_penalty": _Limit(least=-2, most=2),
 }

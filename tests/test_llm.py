@@ -236,7 +236,7 @@ def test_an_interrupt_leaves_the_llm_usable(llm, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for where in ("engine.runner.run", "engine.scheduler.settle", "tokenizer.stream"):
+    for where in ("engine.runner.run", "engine.scheduler.settle", "tokenizer.stream", "_bar"):
         *path, name = where.split(".")
         owner = llm
         for step in path:
@@ -321,6 +321,9 @@ def test_unknown_keywords(llm, gguf_path):
         ({"dtype": "float16"}, ValueError, "dtype='float16': use 'bfloat16' or 'float32'"),
         ({"kv_dtype": ""}, ValueError, "dtype='': a cache stores one of"),
         ({"seed": -1}, ValueError, "seed=-1: expected an int of at least 0"),
+        ({"seed": True}, ValueError, "seed=True: expected an int of at least 0"),
+        ({"max_model_len": 1}, ValueError, "max_model_len=1: a prompt token and a new token"),
+        ({"hybrid_kv_cache": "no"}, TypeError, "hybrid_kv_cache='no': expected True or False"),
     ],
 )
 def test_options_are_refused_before_weights_are_loaded(
@@ -331,7 +334,25 @@ def test_options_are_refused_before_weights_are_loaded(
         make_llm(gguf_path, **options)
 
 
+def test_an_interrupt_while_requests_are_queued(llm, monkeypatch):
+    add, calls = llm.engine.add, []
+
+    def interrupt_second(*args, **kwargs):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return add(*args, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add", interrupt_second)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert calls
+    assert_empty(llm)
+
+
 def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="'' is neither a file nor a folder"):
+        make_llm("")
     with pytest.raises(ValueError, match=r"none\.gguf' is neither a file nor a folder"):
         make_llm(tmp_path / "none.gguf")
 

@@ -598,3 +598,35 @@ def test_the_readme_holds_the_table():
     assert begin in readme and end in readme
     copy = readme.split(begin)[1].split(end)[0]
     assert copy.strip() == support_table().strip()
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "kv_pages", "kv_lens", "page_indices"])
+@pytest.mark.parametrize("wrong", [None, [1, 2]])
+def test_an_argument_that_is_no_array_is_named(name, wrong):
+    arrays, static = arguments()
+    with pytest.raises(TypeError, match=f"{name} is a {type(wrong).__name__}, expected an array"):
+        ragged_paged_attention(**(arrays | {name: wrong}), **static)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_lens": (0,), "page_indices": (0, 4), "cu_q_lens": (1,)},
+        {"page_indices": (3, 0)},
+        {"kv_pages": (0, 16, 2, 1, 8)},
+    ],
+)
+def test_nothing_to_attend_to_is_refused(changes):
+    dtypes = {"kv_pages": "float32"}
+    empty = {name: shape(dims, dtypes.get(name, "int32")) for name, dims in changes.items()}
+    with pytest.raises(ValueError, match="no sequences, pages or table columns"):
+        trace(changes=empty)
+
+
+@pytest.mark.parametrize("row", usable_rows())
+def test_numpy_arrays_are_taken(row):
+    arrays, static = arguments(replace(NEED, first_page=True))
+    zeros = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
+    out, pages = ragged_paged_attention(**zeros, **static, backend=row.backend)
+    assert isinstance(out, jax.Array) and isinstance(pages, jax.Array)
+    assert (out == 0).all() and out.shape == zeros["queries"].shape

@@ -211,6 +211,10 @@ def plan_engine(
     check_positive_int("max_num_seqs", max_num_seqs)
     check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
     check_positive_int("max_model_len", max_model_len)
+    if not isinstance(hybrid_kv_cache, bool):
+        raise TypeError(f"{hybrid_kv_cache=}: expected True or False")
+    if max_model_len < 2:
+        raise ValueError(f"{max_model_len=}: a prompt token and a new token need at least 2")
     if max_model_len > config.max_position:
         raise ValueError(f"{max_model_len=}: the model's positions end at {config.max_position}")
     if max_num_batched_tokens < max_num_seqs:

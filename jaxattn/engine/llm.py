@@ -65,7 +65,7 @@ class LLM:
                 f"{dtype=}: use 'bfloat16' or 'float32' (Gemma 3 activations exceed float16's "
                 "largest number, 65504)"
             )
-        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise ValueError(f"{seed=}: expected an int of at least 0 and at most {2**32 - 1}")
         path = resolve_model(str(model))
         config = load_config(str(path))
@@ -134,7 +134,7 @@ class LLM:
         requests = self._requests(prompts, params)
 
         def chunks() -> Generator[StreamChunk]:
-            yield from self._run(self._add(requests))
+            yield from self._run(requests, [])
 
         return chunks()
 
@@ -184,32 +184,37 @@ class LLM:
         return None, list(ids)
 
     def _add(
-        self, requests: list[tuple[str | None, list[int], SamplingParams]]
-    ) -> list[Continuation]:
+        self,
+        requests: list[tuple[str | None, list[int], SamplingParams]],
+        continuations: list[Continuation],
+    ) -> None:
         if self.engine.has_work:
             raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
-        continuations = []
         for number, (_, ids, params) in enumerate(requests):
             seed = params.seed
             if seed is None:
                 seed = self._next_seed
                 self._next_seed = (self._next_seed + 1) % 2**32
-            continuations += [
-                self.engine.add(
-                    ids,
-                    params,
-                    seed=seed,
-                    stream=self.tokenizer.stream(),
-                    prompt_index=number,
-                    index=index,
+            for index in range(params.n):
+                continuations.append(
+                    self.engine.add(
+                        ids,
+                        params,
+                        seed=seed,
+                        stream=self.tokenizer.stream(),
+                        prompt_index=number,
+                        index=index,
+                    )
                 )
-                for index in range(params.n)
-            ]
-        return continuations
 
-    def _run(self, continuations: list[Continuation]) -> Generator[StreamChunk]:
-        """Step until all are done; yield what each step adds."""
+    def _run(
+        self,
+        requests: list[tuple[str | None, list[int], SamplingParams]],
+        continuations: list[Continuation],
+    ) -> Generator[StreamChunk]:
+        """Queue the requests into `continuations`, step until all are done, yield what is new."""
         try:
+            self._add(requests, continuations)
             while any(each.finish_reason is None for each in continuations):
                 for sequence in self.engine.step():
                     yield _chunk(sequence)
@@ -219,9 +224,10 @@ class LLM:
     def _complete(
         self, requests: list[tuple[str | None, list[int], SamplingParams]]
     ) -> list[RequestOutput]:
-        continuations = self._add(requests)
-        with self._bar() as bar, closing(self._run(continuations)) as chunks:
-            task = bar.add_task("generating", total=len(continuations), speed="")
+        continuations: list[Continuation] = []
+        total = sum(params.n for *_, params in requests)
+        with self._bar() as bar, closing(self._run(requests, continuations)) as chunks:
+            task = bar.add_task("generating", total=total, speed="")
             tokens = 0
             for chunk in chunks:
                 tokens += len(chunk.token_ids)

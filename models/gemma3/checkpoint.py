@@ -91,7 +91,7 @@ def resolve_model(model: str) -> Path:
     if model == "gemma-3-270m":
         return packaged_gguf()
     path = Path(model).expanduser()
-    if path.is_file() or path.is_dir():
+    if model and (path.is_file() or path.is_dir()):
         return path
     if model in CONFIGS:
         raise ValueError(
