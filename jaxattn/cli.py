@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -48,17 +47,25 @@ def _parser() -> argparse.ArgumentParser:
         "prompt", nargs="?", help="text; default: standard input, less a newline at its end"
     )
     _add_model(generate)
-    generate.add_argument("--chat", action="store_true", help="send the prompt as a user's turn")
-    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the prompt as a user's turn; needs an instruction-tuned checkpoint",
+    )
+    generate.add_argument("--max-tokens", type=int, default=64, help="new tokens (64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0, help="0 keeps every token")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--min-p", type=float, default=0.0)
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0, help="1 keeps every token")
+    generate.add_argument("--min-p", type=float, default=0.0, help="0 keeps every token")
+    generate.add_argument(
+        "--seed", type=int, default=0, help="of the draws, if --temperature is not 0"
+    )
     generate.add_argument("--stop", action="append", help="end at this text; may be repeated")
-    generate.add_argument("--repetition-penalty", type=float, default=1.0)
-    generate.add_argument("--ignore-eos", action="store_true")
-    generate.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, help="1 is none")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    generate.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights"
+    )
     generate.add_argument("--max-model-len", type=int, help="most tokens, prompt included")
     generate.add_argument("--backend", help="attention backend, see `jaxattn support`")
 
@@ -67,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(plan)
     plan.add_argument("--max-len", type=int, default=8192, help="tokens of a sequence")
     plan.add_argument("--batch", type=int, default=8, help="sequences in flight")
-    plan.add_argument("--page-size", type=int, default=32)
-    plan.add_argument("--kv-dtype", default="bfloat16")
+    plan.add_argument("--page-size", type=int, default=32, help="tokens of a page (32)")
+    plan.add_argument("--kv-dtype", default="bfloat16", help="stored type (bfloat16)")
 
     support = commands.add_parser("support", help="print what each attention backend supports")
     support.set_defaults(run=_support)
@@ -105,6 +112,12 @@ def _generate(options: argparse.Namespace) -> int:
         repetition_penalty=options.repetition_penalty,
         ignore_eos=options.ignore_eos,
     )
+    if options.chat and options.model == DEFAULT_MODEL:
+        print(
+            f"jaxattn: note: {DEFAULT_MODEL} is the base model, not tuned to answer; give an "
+            "instruction-tuned checkpoint by --model",
+            file=sys.stderr,
+        )
     _use_compilation_cache()
     start = time.perf_counter()
     llm = LLM(
@@ -120,7 +133,7 @@ def _generate(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start, times, text = time.perf_counter(), list[float](), "" if options.chat else prompt
     # The first two tokens each wait for a step to be compiled: prefill, then decode.
-    with console.status("compiling (kept for the next run)"):
+    with console.status("preparing (steps are compiled once, and kept for the next run)"):
         for chunk in chunks:
             text += chunk.text
             times += [time.perf_counter()] * len(chunk.token_ids)
@@ -144,7 +157,9 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _use_compilation_cache() -> None:
     """Keep compiled steps for the next run."""
-    jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "jaxattn" / "xla"))
+    from jaxattn.models.gemma3.packaged import cache_folder
+
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

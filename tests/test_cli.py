@@ -229,7 +229,10 @@ def test_plan_of_a_file(gguf_path, capsys):
         (["--max-len", "-1"], "max_len=-1: expected at least 1"),
         (["--batch", "0"], "max_num_seqs=0: expected at least 1"),
         (["--kv-dtype", "int4"], "dtype='int4': a cache stores one of"),
-        (["--model", "gemma-9"], "'gemma-9' is neither a file nor a folder nor a known name"),
+        (
+            ["--model", "gemma-9"],
+            "'gemma-9' is neither a file nor a folder nor one of ['gemma-3-270m'",
+        ),
     ],
 )
 def test_plan_errors(capsys, arguments, message):

@@ -105,6 +105,8 @@ def load_config(model: str) -> Gemma3Config:
     """The config of a known name, or of a checkpoint, without its weights."""
     if model in CONFIGS:
         return CONFIGS[model]
+    if not Path(model).expanduser().exists():
+        raise ValueError(f"{model!r} is neither a file nor a folder nor one of {list(CONFIGS)}")
     return _open(resolve_model(model))[1]
 
 

