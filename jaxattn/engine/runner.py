@@ -49,7 +49,7 @@ class Runner:
             table_width(plan, group, **limits) for group in range(len(plan.groups))
         )
         graph, state = nnx.split(model)
-        # A flat tuple: flattening the nested state in Python would cost each step a millisecond.
+        # Flat: flattening the nested state in Python would cost each step a millisecond.
         self._weights, tree = jax.tree.flatten(state)
         rebuild = partial(_rebuild, graph, tree)
         self._step = jax.jit(
@@ -179,7 +179,6 @@ def _score(
 ) -> TopLogprobs:
     """Log-probability of each row's target token, a few rows' logits at a time."""
     model = rebuild(weights)
-
     blocks = jax.tree.map(
         lambda rows: jnp.pad(
             rows, [(0, -len(rows) % _SCORE_ROWS)] + [(0, 0)] * (rows.ndim - 1)
