@@ -251,7 +251,7 @@ def _check_arrays(
         "queries": queries,
         "keys": keys,
         "values": values,
-        "kv_pages": kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages,
+        "kv_pages": layout.page_array(kv_pages),
         "kv_lens": kv_lens,
         "page_indices": page_indices,
         "cu_q_lens": cu_q_lens,
