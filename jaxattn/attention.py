@@ -53,13 +53,9 @@ def kv_pages_shape(
         raise ValueError(f"{dtype=}: a cache stores one of {', '.join(KV_DTYPES)}")
     if backend is not None and backend not in CAPABILITIES:
         raise ValueError(f"{backend=}: the backends are {', '.join(map(repr, CAPABILITIES))}")
-    return layout.kv_pages_shape(
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    return layout.KVLayout(
+        page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+    ).pages(num_pages)
 
 
 def ragged_paged_attention(
@@ -281,10 +277,11 @@ def _check_arrays(
         )
     if page_indices.ndim != 2:
         raise ValueError(f"page_indices {page_indices.shape}: expected [seqs, pages_per_seq]")
+    made = layout.layout_of(kv_pages, kv_heads, head_dim).pages(pages.shape[0])
     expected = [
         ("keys", keys, (tokens, kv_heads, head_dim), None),
         ("values", values, (tokens, kv_heads, head_dim), None),
-        ("kv_pages", pages, (*pages.shape[:2], 2, kv_heads, head_dim), None),
+        ("kv_pages", pages, layout.page_array(made).shape, None),
         ("kv_lens", kv_lens, (seqs,), "int32"),
         ("page_indices", page_indices, (seqs, page_indices.shape[1]), "int32"),
         ("cu_q_lens", cu_q_lens, (seqs + 1,), "int32"),
@@ -293,12 +290,12 @@ def _check_arrays(
         ("image_spans", image_spans, (tokens, 2), "int32"),
         ("sinks", sinks, (q_heads,), None),
     ]
-    if isinstance(kv_pages, QuantizedPages):
-        expected.append(("kv_pages.scales", kv_pages.scales, pages.shape[:4], "float32"))
-    elif pages.dtype.itemsize == 1:
-        raise ValueError(
-            f"kv_pages of {pages.dtype.name} need scales: make them by jaxattn.kv_pages_shape"
-        )
+    if isinstance(made, QuantizedPages):
+        if not isinstance(kv_pages, QuantizedPages):
+            raise ValueError(
+                f"kv_pages of {pages.dtype.name} need scales: make them by jaxattn.kv_pages_shape"
+            )
+        expected.append(("kv_pages.scales", kv_pages.scales, made.scales.shape, "float32"))
     for name, array, shape, dtype in expected:
         if array is None:
             continue

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, get_args
 
+from jaxattn.kernels.layout import KVLayout
+
 # How a layer treats bidirectional image spans. With W the layer's window:
 #   "none"    spans are ignored
 #   "clamp"   sees k if  q - W < k  AND (k <= q  OR  q and k are in one image)
@@ -72,6 +74,16 @@ class StoreSpec:
             check_positive_int("retention", self.retention)
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: a cache stores one of {', '.join(KV_DTYPES)}")
+
+    @property
+    def layout(self) -> KVLayout:
+        """How one layer's tokens lie in its pages."""
+        return KVLayout(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,9 @@ def ragged_paged_attention(
     place = token_places(len(queries), kv_lens, cu_q_lens, distribution)
 
     def one_sequence(sequence: Int32[Array, ""]) -> Float[Array, "tokens q_heads head_dim"]:
-        key, value = read_pages(kv_pages, page_indices[sequence])
+        key, value = read_pages(
+            kv_pages, page_indices[sequence], num_kv_heads=keys.shape[1], head_dim=keys.shape[2]
+        )
         position = first[sequence] * page_size + jnp.arange(len(key), dtype=jnp.int32)
         seen = visible(
             place.positions,

@@ -115,7 +115,9 @@ def ragged_paged_attention(
             ids = page_indices[sequence, jnp.clip(column, 0, table_width - 1)]
             # Whatever a dead table entry says, the null page is read; whatever a live page holds
             # outside [first_key, end_key), it is not multiplied by a zero weight (0 * NaN = NaN).
-            key, value = read_pages(kv_pages, jnp.where(live, ids, 0))
+            key, value = read_pages(
+                kv_pages, jnp.where(live, ids, 0), num_kv_heads=num_kv_heads, head_dim=head_dim
+            )
             position = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
             readable = (first_key <= position) & (position < end_key)
             value = jnp.where(readable[:, None, None], value, jnp.zeros_like(value))

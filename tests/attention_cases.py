@@ -67,8 +67,8 @@ class Case:
     queries: np.ndarray
     keys: np.ndarray
     values: np.ndarray
-    pool: np.ndarray
-    scales: np.ndarray | None
+    pool: np.ndarray  # [num_pages, page_size, 2, kv_heads, head_dim], before it is laid out
+    scales: np.ndarray | None  # [num_pages, page_size, 2, kv_heads]
     kv_lens: np.ndarray
     table: np.ndarray
     cu_q_lens: np.ndarray
@@ -101,9 +101,28 @@ class Case:
         return slice(start, start + self.lengths[sequence][0])
 
     def pages(self):
-        if self.scales is None:
-            return jnp.asarray(self.pool)
-        return layout.QuantizedPages(jnp.asarray(self.pool), jnp.asarray(self.scales))
+        return jax.tree.map(jnp.asarray, laid_out(self.pool, self.scales))
+
+
+def laid_out(pool, scales=None):
+    """The pool in the page layout, vector by vector; padding is zero, or NaN in a row of NaN."""
+    num_pages, page_size, _, kv_heads, head_dim = pool.shape
+    made = layout.KVLayout(
+        num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=pool.dtype.name
+    )
+    shapes = made.pages(num_pages)
+    out = np.zeros(layout.page_array(shapes).shape, pool.dtype)
+    if not np.issubdtype(pool.dtype, np.integer):
+        out[np.isnan(pool.astype(np.float32)).all(axis=(2, 3, 4))] = np.nan
+    new_scales = None if scales is None else np.zeros(shapes.scales.shape, np.float32)
+    for kind, head, tile in np.ndindex(2, kv_heads, made.lane_tiles):
+        row, phase, lane = made.place(kind, head, tile)
+        vector = pool[:, :, kind, head, 128 * tile : 128 * (tile + 1)]
+        out[:, :, row, phase, lane : lane + vector.shape[-1]] = vector
+        if scales is not None:
+            lanes = np.arange(page_size) * made.pack + phase
+            new_scales[:, made.scale_row(kind, head), lanes] = scales[:, :, kind, head]
+    return out if scales is None else layout.QuantizedPages(out, new_scales)
 
 
 def as_stored(tokens, dtype):
@@ -187,11 +206,11 @@ def make_case(
     )
 
 
-def run(case, backend, *, sm_scale=SCALE, **options):
-    """(outputs, pages) as numpy."""
+def run(case, backend, *, sm_scale=SCALE, pages=None, **options):
+    """(outputs, pages) as numpy; `pages` instead of the case's."""
     out, pages = call(
         *map(jnp.asarray, (case.queries, case.keys, case.values)),
-        case.pages(),
+        case.pages() if pages is None else pages,
         *map(jnp.asarray, (case.kv_lens, case.table, case.cu_q_lens, case.distribution)),
         sm_scale=sm_scale,
         first_page=None if case.first_page is None else jnp.asarray(case.first_page),

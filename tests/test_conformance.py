@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.kernels.layout import page_array
 from jaxattn.registry import ANY
 from tests.attention_cases import (
     bits,
     expected,
     expected_pool,
+    laid_out,
     live_only,
     make_case,
     poisoned,
@@ -107,15 +109,13 @@ def check(case, out, atol, **mask):
 
 def check_pool(case, pages):
     """The whole pool: new rows in place, all else as it was, the null page zero."""
-    pool, scales = expected_pool(case)
-    if scales is None:
-        assert np.array_equal(bits(pages), bits(pool))
-    else:
-        assert np.array_equal(bits(pages.values), bits(pool))
+    wanted = laid_out(*expected_pool(case))
+    assert np.array_equal(bits(page_array(pages)), bits(page_array(wanted)))
+    assert not page_array(pages)[0].any()
+    if case.scales is not None:
         # A scale is a quotient, which a compiled program may round otherwise than an eager one.
-        np.testing.assert_allclose(pages.scales, scales, rtol=3e-7)
+        np.testing.assert_allclose(pages.scales, wanted.scales, rtol=3e-7)
         assert not pages.scales[0].any()
-    assert not (pages if scales is None else pages.values)[0].any()
 
 
 @pytest.mark.parametrize(("row", "geometry"), cells(claimed_geometries))
@@ -223,9 +223,10 @@ def test_chunks_equal_one_shot(row, window):
     length = 31
     whole = make_case([(length, length)], tokens=32, **base(row))
     expect = expected(whole, sliding_window=window)[:length]
-    filled, _ = expected_pool(whole)
+    filled = laid_out(*expected_pool(whole))
+    empty = replace(whole, pool=np.zeros_like(whole.pool)).pages()
     for chunk in range(1, 16):
-        pool, rows = np.zeros_like(whole.pool), []
+        pages, rows = empty, []
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             q_k_v = [
@@ -235,15 +236,14 @@ def test_chunks_equal_one_shot(row, window):
             step = replace(
                 whole,
                 **dict(zip(("queries", "keys", "values"), q_k_v, strict=True)),
-                pool=pool,
                 kv_lens=np.array([end], np.int32),
                 cu_q_lens=np.array([0, end - start], np.int32),
                 lengths=((end - start, end),),
             )
-            out, pool = run(step, row.backend, sliding_window=window)
+            out, pages = run(step, row.backend, pages=pages, sliding_window=window)
             rows.append(out[: end - start])
         np.testing.assert_allclose(np.concatenate(rows), expect, atol=2e-5, rtol=2e-5)
-        assert np.array_equal(bits(pool), bits(filled)), chunk
+        assert np.array_equal(bits(pages), bits(filled)), chunk
 
 
 @pytest.mark.parametrize(

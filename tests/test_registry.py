@@ -393,7 +393,7 @@ def test_served_inside_shard_map_and_scan(row):
     expect, pages = jax.jit(attention)(**arrays)
     heads, whole = PartitionSpec(None, "heads"), PartitionSpec()
     by_head = {"queries": heads, "keys": heads, "values": heads}
-    in_pages = PartitionSpec(None, None, None, "heads")
+    in_pages = PartitionSpec(None, None, "heads")  # rows
     specs = {name: by_head.get(name, whole) for name in arrays} | {"kv_pages": in_pages}
     sharded = jax.shard_map(
         lambda arrays: attention(**arrays),
@@ -527,7 +527,7 @@ FLOAT, INT = "float32", "int32"
         ({"keys": shape((6, 1, 4))}, ValueError, "keys has shape (6, 1, 4), expected (6, 1, 8)"),
         ({"values": shape((6, 2, 8))}, ValueError, "values has shape (6, 2, 8), expected"),
         ({"kv_pages": shape((5, 16, 2, 8))}, ValueError, "make them by jaxattn.kv_pages_shape"),
-        ({"kv_pages": shape((5, 16, 1, 1, 8))}, ValueError, "expected (5, 16, 2, 1, 8)"),
+        ({"kv_pages": shape((5, 16, 2, 1, 128))}, ValueError, "expected (5, 16, 1, 1, 128)"),
         ({"kv_pages": shape((5, 16, 2, 2, 8))}, ValueError, "kv_pages has shape (5, 16, 2, 2, 8)"),
         ({"kv_pages": shape((5, 16, 2, 1, 16))}, ValueError, "kv_pages has shape"),
         ({"kv_pages": shape((5, 16, 2, 1, 8), "int8")}, ValueError, "of int8 need scales"),
@@ -564,11 +564,11 @@ def test_heads_that_do_not_divide():
 def test_scales_that_do_not_fit():
     arrays, _ = arguments(replace(NEED, kv_dtype="int8"))
     pages = arrays["kv_pages"]
-    wrong_shape = pages._replace(scales=shape((5, 16, 2, 2)))
-    with pytest.raises(ValueError, match=r"kv_pages.scales has shape \(5, 16, 2, 2\), expected"):
+    wrong_shape = pages._replace(scales=shape((5, 2, 16)))
+    with pytest.raises(ValueError, match=r"kv_pages.scales has shape \(5, 2, 16\), expected"):
         trace(changes={"kv_pages": wrong_shape})
     with pytest.raises(TypeError, match=r"kv_pages.scales has dtype bfloat16, expected float32"):
-        trace(changes={"kv_pages": pages._replace(scales=shape((5, 16, 2, 1), "bfloat16"))})
+        trace(changes={"kv_pages": pages._replace(scales=shape((5, 2, 64), "bfloat16"))})
 
 
 def test_every_array_argument_is_probed():

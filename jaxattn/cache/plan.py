@@ -9,15 +9,13 @@ from dataclasses import dataclass, fields, replace
 from io import StringIO
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from jaxattn.cache.pages import check_max_len, demand
 from jaxattn.spec import LayerSpec, StoreSpec, check_positive_int
-
-SCALE_BYTES = 4  # int8 and float8: a float32 per token and kv head, for K and for V
 
 
 def agreed[T](values: Iterable[T]) -> T | None:
@@ -217,10 +215,9 @@ def merge_stores(stores: Mapping[str, StoreSpec]) -> StoreSpec:
 
 
 def _token_bytes(store: StoreSpec) -> int:
-    """Bytes of K and V of one token in one layer."""
-    item_bytes = jnp.dtype(store.dtype).itemsize
-    scale_bytes = SCALE_BYTES if item_bytes == 1 else 0
-    return 2 * store.num_kv_heads * (store.head_dim * item_bytes + scale_bytes)
+    """Bytes of one token in one layer: K, V, scales, and the padding of its heads to lanes."""
+    page = jax.tree.leaves(store.layout.pages(1))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in page) // store.page_size
 
 
 def _describe(layers: Sequence[LayerSpec]) -> str:

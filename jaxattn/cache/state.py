@@ -38,13 +38,7 @@ def cache_shapes(plan: CachePlan, num_pages: Sequence[int]) -> CacheState:
         if size < 2:
             raise ValueError(f"{num_pages=}: a pool needs the null page and at least one more")
         for name in group.layers:
-            pages[name] = layout.kv_pages_shape(
-                num_pages=size,
-                page_size=group.store.page_size,
-                num_kv_heads=group.store.num_kv_heads,
-                head_dim=group.store.head_dim,
-                dtype=group.store.dtype,
-            )
+            pages[name] = group.store.layout.pages(size)
     return CacheState(pages)  # type: ignore[arg-type]
 
 
@@ -96,7 +90,12 @@ def gather(
     """
     table = batch.tables[plan.group_of(layer_name)]
     pages = cache.pages[plan.storage_of(layer_name)]
-    keys, values = layout.read_pages(pages, table.page_indices[sequence])
-    page_size = layout.page_array(pages).shape[1]
-    start = table.first_page[sequence] * page_size
+    store = plan.groups[plan.group_of(layer_name)].store
+    keys, values = layout.read_pages(
+        pages,
+        table.page_indices[sequence],
+        num_kv_heads=store.num_kv_heads,
+        head_dim=store.head_dim,
+    )
+    start = table.first_page[sequence] * store.page_size
     return keys, values, start + jnp.arange(len(keys), dtype=jnp.int32)
