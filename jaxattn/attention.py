@@ -1,7 +1,8 @@
 """The public attention call: validate, ask the registry, dispatch. All of it while tracing."""
 
 from collections.abc import Callable
-from typing import get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
 from jaxattn.kernels import layout, reference, xla
 from jaxattn.kernels.layout import KVPages, QuantizedPages
+from jaxattn.kernels.pallas.tiles import Tiles, chip_of
 from jaxattn.registry import CAPABILITIES, Need, Target, select
+from jaxattn.sharding import over_heads
 from jaxattn.spec import (
     KV_DTYPES,
     ImageRule,
@@ -22,6 +25,19 @@ from jaxattn.spec import (
     check_soft_cap,
 )
 
+if TYPE_CHECKING:
+    from jax.experimental.pallas.tpu import InterpretParams
+
+
+def _pallas_tpu(*arrays: Any, target: Target, tiles: Tiles | None, **options: Any) -> Any:
+    from jaxattn.kernels.pallas import tpu  # Pallas takes a second to import
+
+    chip = chip_of(target.device_kind)
+    assert chip is not None, "the registry knows the chip"
+    return tpu.ragged_paged_attention(*arrays, chip=chip, tiles=tiles or Tiles(), **options)
+
+
+_PALLAS: dict[str, Callable] = {"pallas_tpu": _pallas_tpu}
 _KERNELS: dict[str, Callable] = {
     "xla": xla.ragged_paged_attention,
     "reference": reference.ragged_paged_attention,
@@ -79,6 +95,8 @@ def ragged_paged_attention(
     update_kv_cache: bool = True,
     backend: str | None = None,
     target: Target | None = None,
+    interpret: "InterpretParams | bool" = False,
+    tiles: Tiles | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
     """Write new keys and values to their pages, and attend. One call for mixed batches.
 
@@ -107,7 +125,12 @@ def ragged_paged_attention(
             table may hold live pages only. Default 0.
         update_kv_cache: False for a layer that reads another layer's pages and writes nothing.
         backend: a name: that one runs, or raises. None: the first that supports the call.
-        target: the device to compile for; default: this process's default device.
+        target: the device to compile for; default: that of the abstract mesh in use if it names
+            one, else this process's default device.
+        interpret: run the Pallas backend that is named in its interpreter, on any machine, as it
+            would run on `target` (default: a TPU v6e). True, or the parameters of
+            `jax.experimental.pallas.tpu.InterpretParams`. Slow: for tests.
+        tiles: sizes of the TPU kernels to use in place of their own choice.
 
     Returns:
         Output `[tokens, q_heads, head_dim]` in the queries' dtype (zeros for padding), and the
@@ -145,8 +168,16 @@ def ragged_paged_attention(
             "image_spans were given to a layer with image_rule='none', which would ignore them; "
             "use image_rule='clamp' or 'extend', or pass no spans"
         )
+    if interpret and backend not in _PALLAS:
+        raise ValueError(f"interpret= with {backend=}: name one of {', '.join(_PALLAS)}")
+    if interpret is True:
+        from jax.experimental.pallas import tpu as pltpu
+
+        interpret = pltpu.InterpretParams()
+    if target is None:
+        target = Target.tpu("v6e") if interpret else Target.current()
     need = Need(
-        target=target or Target.current(),
+        target=target,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=sinks is not None,
@@ -160,8 +191,14 @@ def ragged_paged_attention(
         kv_dtype=layout.page_array(kv_pages).dtype.name,
         first_page=first_page is not None,
         update_kv_cache=update_kv_cache,
+        table_entries=page_indices.shape[0] * page_indices.shape[1],
+        interpret=bool(interpret),
+        tiles=tiles,
     )
-    kernel = _KERNELS[select(need, backend)]
+    chosen = select(need, backend)
+    kernel = _KERNELS.get(chosen)
+    if kernel is None:
+        kernel = partial(_PALLAS[chosen], target=target, tiles=tiles, interpret=interpret or None)
     arrays = queries, keys, values, kv_pages, kv_lens, page_indices, cu_q_lens, distribution
     optional = {"sinks": sinks, "image_spans": image_spans, "first_page": first_page}
     return kernel(
@@ -189,8 +226,13 @@ def attend(
     image_spans: Int32[Array, "tokens 2"] | None = None,
     backend: str | None = None,
     target: Target | None = None,
+    interpret: "InterpretParams | bool" = False,
+    tiles: Tiles | None = None,
+    heads_axis: str | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], CacheState]:
     """One layer's attention: the mask comes from the layer, the pages from its group.
+
+    `heads_axis` names the axis of the mesh in use over which heads and pages are cut.
 
     A layer that shares another's KV reads that layer's pages under its own mask and writes
     nothing (`keys` and `values` then only give the number of kv heads). See
@@ -205,7 +247,10 @@ def attend(
         )
     owner = plan.storage_of(layer.name)
     table = batch.tables[plan.group_of(layer.name)]
-    out, pages = ragged_paged_attention(
+    attention = ragged_paged_attention
+    if heads_axis is not None:
+        attention = over_heads(attention, heads_axis)
+    out, pages = attention(
         queries,
         keys,
         values,
@@ -225,6 +270,8 @@ def attend(
         update_kv_cache=owner == layer.name,
         backend=backend,
         target=target,
+        interpret=interpret,
+        tiles=tiles,
     )
     return out, cache.updated(owner, pages)
 
@@ -277,7 +324,7 @@ def _check_arrays(
         )
     if page_indices.ndim != 2:
         raise ValueError(f"page_indices {page_indices.shape}: expected [seqs, pages_per_seq]")
-    made = layout.layout_of(kv_pages, kv_heads, head_dim).pages(pages.shape[0])
+    made: Any = layout.layout_of(kv_pages, kv_heads, head_dim).pages(pages.shape[0])
     expected = [
         ("keys", keys, (tokens, kv_heads, head_dim), None),
         ("values", values, (tokens, kv_heads, head_dim), None),

@@ -13,6 +13,16 @@ from typing import Any
 
 import jax
 
+from jaxattn.kernels.layout import KVLayout
+from jaxattn.kernels.pallas.tiles import (
+    CHIPS,
+    SMEM_ENTRIES,
+    Tiles,
+    chip_of,
+    choose_tiles,
+    decode_vmem_bytes,
+    prefill_vmem_bytes,
+)
 from jaxattn.spec import ImageRule
 
 ANY = None  # a rule that allows every value
@@ -30,8 +40,18 @@ class Target:
     compute_capability: tuple[int, int] | None = None
 
     @classmethod
+    def tpu(cls, chip: str) -> "Target":
+        """A TPU by its short name: "v5e", "v5p", "v6e" or "tpu7x"."""
+        if chip not in CHIPS:
+            raise ValueError(f"{chip=}: the chips are {', '.join(map(repr, CHIPS))}")
+        return cls("tpu", CHIPS[chip].device_kind)
+
+    @classmethod
     def current(cls) -> "Target":
-        """The default device of this process, as an explicit target."""
+        """The device of the abstract mesh in use if it names one, else this process's default."""
+        abstract = jax.sharding.get_abstract_mesh().abstract_device
+        if abstract is not None and abstract.platform == "tpu":
+            return cls("tpu", abstract.device_kind)
         default = jax.config.jax_default_device
         if isinstance(default, str):
             default = jax.devices(default)[0]
@@ -69,6 +89,19 @@ class Need:
     kv_dtype: str
     first_page: bool
     update_kv_cache: bool
+    table_entries: int  # sequences * pages per sequence
+    interpret: bool  # run a kernel for `target` in its interpreter, on this machine's CPU
+    tiles: Tiles | None  # sizes to use in place of the kernel's own choice
+
+    @property
+    def layout(self) -> KVLayout:
+        """How the pages lie."""
+        return KVLayout(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.kv_dtype,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +125,12 @@ class Capabilities:
     kv_dtypes: tuple[str, ...] = ()
     first_page: bool = False
     shared_kv: bool = False
+    # What a TPU kernel adds.
+    chips: tuple[str, ...] | None = ANY
+    max_table_entries: int | None = ANY
+    quantized_page_multiple: int = 1
+    needs_vmem: bool = False  # its tiles must fit the chip's VMEM
+    interpreter: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +153,25 @@ CAPABILITIES: dict[str, Capabilities] = {
     for row in (
         Capabilities(
             backend="pallas_tpu",
-            what="Pallas kernel for TPU",
-            missing="the TPU kernel is not part of this release",
+            what="Pallas kernels for TPU",
             platforms=("tpu",),
+            chips=tuple(CHIPS),
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+            image_rules=("none", "clamp", "extend"),
+            non_causal=True,
+            q_heads_per_kv_head=(1, 16),
+            head_dims=(64, 80, 96, 128, 192, 256),
+            page_sizes=(8, 256),
+            query_dtypes=_FLOATS,
+            kv_dtypes=_KV_DTYPES,
+            first_page=True,
+            shared_kv=True,
+            max_table_entries=SMEM_ENTRIES,
+            quantized_page_multiple=32,  # whole registers of scales
+            needs_vmem=True,
+            interpreter=True,
         ),
         Capabilities(
             backend="pallas_gpu",
@@ -200,6 +255,9 @@ def _device(row: Capabilities, need: Need) -> Reason | None:
     target = need.target
     if row.platforms is not ANY and target.platform not in row.platforms:
         return Reason(f"on {target}", "platform " + ", ".join(row.platforms), "use backend='xla'")
+    chip = chip_of(target.device_kind)
+    if row.chips is not ANY and (chip is None or chip.name not in row.chips):
+        return Reason(f"on {target}", "TPU " + ", ".join(row.chips), "use backend='xla'")
     least = row.min_compute_capability
     if least is not ANY and (target.compute_capability or (0, 0)) < least:
         return Reason(
@@ -216,6 +274,62 @@ def _query_dtype(row: Capabilities, need: Need) -> Reason | None:
             "largest number, 65504"
         )
     return _among("query dtype", need.query_dtype, row.query_dtypes, do)
+
+
+def _kv_dtype(row: Capabilities, need: Need) -> Reason | None:
+    chip = chip_of(need.target.device_kind)
+    if row.chips is not ANY and chip and "float8" in need.kv_dtype and not chip.float8:
+        supported = "chips with float8 arithmetic: " + ", ".join(
+            each.name for each in CHIPS.values() if each.float8
+        )
+        return Reason(f"cache dtype={need.kv_dtype} on {chip.name}", supported, "use int8")
+    return _among("cache dtype", need.kv_dtype, row.kv_dtypes, "plan the cache with one of these")
+
+
+def _page_size(row: Capabilities, need: Need) -> Reason | None:
+    do = "plan the cache with another page_size"
+    step = row.quantized_page_multiple
+    if need.layout.is_quantized and need.page_size % step:
+        asked = f"page_size={need.page_size} with a cache of {need.kv_dtype}"
+        return Reason(asked, f"multiples of {step}", do)
+    return _between("page_size", need.page_size, row.page_sizes, do)
+
+
+def _table_entries(row: Capabilities, need: Need) -> Reason | None:
+    if row.max_table_entries is ANY or need.table_entries <= row.max_table_entries:
+        return None
+    return Reason(
+        f"a page table of {need.table_entries} entries (sequences * pages per sequence)",
+        f"up to {row.max_table_entries}, which fit SMEM",
+        f"plan the cache with a page_size above {need.page_size}, or fewer sequences a step",
+    )
+
+
+def _vmem(row: Capabilities, need: Need) -> Reason | None:
+    """Not a field's own: what all sizes together take of the chip's fast memory."""
+    chip = chip_of(need.target.device_kind)
+    if not row.needs_vmem:
+        return _flag(f"tiles={need.tiles}", need.tiles is not None, False, "leave them out")
+    if chip is None:
+        return None
+    decode, prefill = choose_tiles(
+        need.layout,
+        most_tokens=None if need.image_rule == "extend" else need.sliding_window,
+        num_q_heads=need.num_q_heads,
+        query_dtype=need.query_dtype,
+        chip=chip,
+        override=need.tiles or Tiles(),
+    )
+    sizes = need.layout, need.num_q_heads, need.query_dtype
+    needed = max(decode_vmem_bytes(*sizes, decode), prefill_vmem_bytes(*sizes, prefill))
+    if needed <= chip.vmem_bytes:
+        return None
+    return Reason(
+        f"{needed / 2**20:.0f} MiB of VMEM for {need.num_q_heads} query heads and "
+        f"{need.num_kv_heads} kv heads of {need.head_dim}",
+        f"{chip.vmem_bytes / 2**20:.0f} MiB on {chip.name}",
+        "shard the heads over more chips, pass smaller tiles, or use backend='xla'",
+    )
 
 
 def _heads(row: Capabilities, need: Need) -> Reason | None:
@@ -246,13 +360,9 @@ _RULES: dict[str, _Rule] = {
     "head_dim": lambda row, need: _among(
         "head_dim", need.head_dim, row.head_dims, "pad the head dimension to one of these"
     ),
-    "page_size": lambda row, need: _between(
-        "page_size", need.page_size, row.page_sizes, "plan the cache with another page_size"
-    ),
+    "page_size": _page_size,
     "query_dtype": _query_dtype,
-    "kv_dtype": lambda row, need: _among(
-        "cache dtype", need.kv_dtype, row.kv_dtypes, "plan the cache with one of these"
-    ),
+    "kv_dtype": _kv_dtype,
     "first_page": lambda row, need: _flag(
         "first_page (a table of live pages only)",
         need.first_page,
@@ -265,6 +375,11 @@ _RULES: dict[str, _Rule] = {
         row.shared_kv,
         _OTHER,
     ),
+    "table_entries": _table_entries,
+    "interpret": lambda row, need: _flag(
+        "interpret=...", need.interpret, row.interpreter, "leave it out, or name a Pallas backend"
+    ),
+    "tiles": _vmem,
 }
 if set(_RULES) != {field.name for field in fields(Need)}:
     raise TypeError("every field of Need has exactly one rule")

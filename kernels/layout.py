@@ -210,14 +210,14 @@ def quantize(
     return (jnp.round(values) if integer else values).astype(dtype), scales
 
 
-class _Slots(NamedTuple):
+class TokenSlots(NamedTuple):
     """Per token the page and the row in it; the page is out of bounds where nothing is written."""
 
     page: Int32[Array, "tokens"]
     slot: Int32[Array, "tokens"]
 
 
-def _slots(
+def token_slots(
     kv_pages: KVPages,
     num_tokens: int,
     kv_lens: Int32[Array, "seqs"],
@@ -225,7 +225,8 @@ def _slots(
     cu_q_lens: Int32[Array, "seqs_plus_1"],
     distribution: Int32[Array, "3"],
     first_page: Int32[Array, "seqs"] | None,
-) -> _Slots:
+) -> TokenSlots:
+    """Where the new tokens of a batch are written: those of padding and without a page nowhere."""
     num_pages, page_size = page_array(kv_pages).shape[:2]
     place = token_places(num_tokens, kv_lens, cu_q_lens, distribution)
     column = place.positions // page_size
@@ -233,7 +234,7 @@ def _slots(
         column -= first_page[place.sequences]
     page = page_indices.at[place.sequences, column].get(mode="fill", fill_value=0)
     in_pool = place.real & (column >= 0) & (0 < page) & (page < num_pages)
-    return _Slots(jnp.where(in_pool, page, num_pages), place.positions % page_size)
+    return TokenSlots(jnp.where(in_pool, page, num_pages), place.positions % page_size)
 
 
 def write_tokens(
@@ -253,7 +254,7 @@ def write_tokens(
     """
     layout = layout_of(kv_pages, *keys.shape[1:])
     where = kv_lens, page_indices, cu_q_lens, distribution, first_page
-    page, slot = _slots(kv_pages, len(keys), *where)
+    page, slot = token_slots(kv_pages, len(keys), *where)
     if isinstance(kv_pages, QuantizedPages):
         keys, key_scales = quantize(keys, kv_pages.values.dtype)
         values, value_scales = quantize(values, kv_pages.values.dtype)

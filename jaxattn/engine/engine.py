@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from jaxattn.cache.pages import table_width
 from jaxattn.cache.plan import CachePlan, group_layers
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.runner import Runner
@@ -224,6 +225,10 @@ def plan_engine(
         )
     specs = layer_specs(config, page_size=page_size, kv_dtype=kv_dtype)
     plan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
+    widths = [
+        table_width(plan, group, max_len=max_model_len, step_tokens=max_num_batched_tokens)
+        for group in range(len(plan.groups))
+    ]
     for layer in plan.layers:
         need = Need(
             target=Target.current(),
@@ -240,6 +245,9 @@ def plan_engine(
             kv_dtype=kv_dtype,
             first_page=True,
             update_kv_cache=layer.share_kv_from is None,
+            table_entries=max_num_seqs * widths[plan.group_of(layer.name)],
+            interpret=False,
+            tiles=None,
         )
         select(need, backend)
     return plan

@@ -1,5 +1,7 @@
 """The parts of a Gemma 3 block: norm, rotary embedding, attention, MLP."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -70,7 +72,7 @@ class Attention(nnx.Module):
         layer: LayerSpec,
         plan: CachePlan,
         batch: RaggedBatch,
-        backend: str | None,
+        **attention: Any,
     ) -> tuple[Float[Array, "tokens embed"], CacheState]:
         tokens = x.shape[0]
         positions = batch.places(tokens).positions
@@ -83,7 +85,7 @@ class Attention(nnx.Module):
         keys = rope(self.k_norm(heads(self.k(x))), positions, theta=theta, factor=factor)
         values = heads(self.v(x))
         out, cache = attend(
-            layer, queries, keys, values, cache, plan=plan, batch=batch, backend=backend
+            layer, queries, keys, values, cache, plan=plan, batch=batch, **attention
         )
         return self.o(out.reshape(tokens, -1)), cache
 
@@ -120,10 +122,10 @@ class Block(nnx.Module):
         layer: LayerSpec,
         plan: CachePlan,
         batch: RaggedBatch,
-        backend: str | None,
+        **attention: Any,
     ) -> tuple[Float[Array, "tokens embed"], CacheState]:
         attended, cache = self.attn(
-            self.attn_norm(x), cache, layer=layer, plan=plan, batch=batch, backend=backend
+            self.attn_norm(x), cache, layer=layer, plan=plan, batch=batch, **attention
         )
         x = x + self.post_attn_norm(attended)
         return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x))), cache

@@ -1,6 +1,7 @@
 """Gemma 3, text: embedding, blocks, tied head, on the paged cache."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,11 @@ class Gemma3(nnx.Module):
         *,
         plan: CachePlan,
         batch: RaggedBatch,
-        backend: str | None = None,
+        **attention: Any,
     ) -> tuple[Float[Array, "tokens embed"], CacheState]:
         """Final hidden states of a step's flat tokens, and the cache with their KV written.
+
+        `attention`: `backend`, `target`, `heads_axis` and the like, as of `jaxattn.attend`.
 
         `plan` must be made from `layer_specs` of this config (masks come from its layers).
         """
@@ -76,7 +79,7 @@ class Gemma3(nnx.Module):
         x = jnp.take(self.embed[...], token_ids, axis=0)
         x = x * jnp.asarray(math.sqrt(self.config.embed_dim), x.dtype)
         for layer, block in zip(plan.layers, self.blocks, strict=True):
-            x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, backend=backend)
+            x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, **attention)
         return self.final_norm(x), cache
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:

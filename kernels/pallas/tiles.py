@@ -1,0 +1,221 @@
+"""What a TPU chip is, and the tile sizes that follow from it and from a layer's shape.
+
+The rules are short enough to check by hand and every number in them can be overridden: pass
+`DecodeTiles` or `PrefillTiles` of your own.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Published facts of one TPU core."""
+
+    name: str
+    device_kind: str  # as JAX names it
+    vmem_bytes: int
+    hbm_gb_per_s: int
+    bf16_tflops: int
+    mxu_size: int  # rows and columns of its matrix unit
+    float8: bool  # whether the compiler converts float8 here
+
+
+MIB = 2**20
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v5e",
+            device_kind="TPU v5 lite",
+            vmem_bytes=128 * MIB,
+            hbm_gb_per_s=820,
+            bf16_tflops=197,
+            mxu_size=128,
+            float8=False,
+        ),
+        Chip(
+            name="v5p",
+            device_kind="TPU v5",
+            vmem_bytes=64 * MIB,
+            hbm_gb_per_s=1230,
+            bf16_tflops=230,
+            mxu_size=128,
+            float8=False,
+        ),
+        Chip(
+            name="v6e",
+            device_kind="TPU v6 lite",
+            vmem_bytes=128 * MIB,
+            hbm_gb_per_s=1640,
+            bf16_tflops=918,
+            mxu_size=256,
+            float8=True,
+        ),
+        Chip(
+            name="tpu7x",
+            device_kind="TPU7x",
+            vmem_bytes=64 * MIB,
+            hbm_gb_per_s=3700,
+            bf16_tflops=1155,
+            mxu_size=256,
+            float8=True,
+        ),
+    )
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls this, or None."""
+    return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
+
+
+SMEM_ENTRIES = 2**17  # of a page table: half of 1 MiB, the other half is the compiler's
+MAX_SEQS = 32  # sequences of one block: their queries and outputs travel together
+LATENCY_US = 1.5  # of one copy from HBM, as measured by others: decides how many are in flight
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below."""
+    return -(-value // multiple) * multiple
+
+
+def odd(rows: int) -> int:
+    """Rows of a token in VMEM: an odd stride spreads strided loads over all banks."""
+    return rows | 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    """Sizes of the decode kernel.
+
+    `tile_tokens`: visible tokens of one copy; a window of at most this many is one tile.
+    `slots`: tiles in flight or in use. `block_seqs`: sequences whose queries and outputs travel
+    together.
+    """
+
+    tile_tokens: int
+    slots: int
+    block_seqs: int
+
+    def columns(self, layout: KVLayout) -> int:
+        """Tokens that a tile has room for: whole registers of scores, and whole pages of scales."""
+        if not layout.is_quantized:
+            return round_up(self.tile_tokens, LANES // layout.pack)
+        return round_up(self.tile_tokens + layout.page_size - 1, layout.page_size)
+
+    def slot_bytes(self, layout: KVLayout) -> int:
+        """VMEM of one slot."""
+        tokens = self.columns(layout)
+        scales = 0
+        if layout.is_quantized:
+            pages = tokens // layout.page_size
+            lanes = round_up(layout.page_size * layout.pack, LANES)
+            scales = pages * round_up(layout.scale_rows, 8) * lanes * 4
+        return tokens * odd(layout.rows) * LANES * 4 + scales
+
+
+def decode_vmem_bytes(
+    layout: KVLayout, num_q_heads: int, query_dtype: str, tiles: DecodeTiles
+) -> int:
+    """VMEM of the decode kernel: the ring, queries and outputs twice, scores, state and spills."""
+    query_bytes = jnp.dtype(query_dtype).itemsize
+    rows = round_up(num_q_heads, 8 * 4 // query_bytes)
+    lanes = layout.lane_tiles * LANES
+    queries = 4 * tiles.block_seqs * rows * lanes * query_bytes
+    state = num_q_heads * (lanes + 2 * LANES) * 4
+    columns = tiles.columns(layout) * layout.pack
+    # Scores and weights of every product, and one tile's words: what may be spilt at once.
+    scores = 3 * round_up(num_q_heads, 8) * columns * 4
+    words = 2 * tiles.columns(layout) * layout.rows * LANES * 4
+    return tiles.slots * tiles.slot_bytes(layout) + queries + state + scores + words
+
+
+def decode_tiles(
+    layout: KVLayout, *, most_tokens: int | None, num_seqs: int, chip: Chip
+) -> DecodeTiles:
+    """Tiles for a chip.
+
+    A window is one tile if three of them fit half the VMEM. Otherwise a tile has up to 4 MiB and
+    at most 2048 tokens: then its copies take longer than one copy's latency, and its products
+    hide the bookkeeping. Slots: bytes in flight to cover twice the latency, at least 3.
+    """
+    page_size = layout.page_size
+    token_bytes = odd(layout.rows) * LANES * 4
+    budget = chip.vmem_bytes // 2
+    if most_tokens is not None and 3 * (most_tokens + page_size) * token_bytes <= budget:
+        tile_tokens = most_tokens
+    else:
+        tokens = min(2048, max(128, 4 * MIB // token_bytes))
+        step = max(page_size, LANES // layout.pack)
+        tile_tokens = max(tokens // step, 1) * step
+        if tile_tokens % page_size:
+            tile_tokens = round_up(tile_tokens, page_size * LANES // layout.pack)
+    block_seqs = min(num_seqs, MAX_SEQS)
+    one = DecodeTiles(tile_tokens=tile_tokens, slots=1, block_seqs=block_seqs)
+    in_flight = 2 * LATENCY_US * chip.hbm_gb_per_s * 1000
+    slots = 2 + int(in_flight // (tile_tokens * layout.rows * LANES * 4))
+    most = max(3, budget // one.slot_bytes(layout))
+    return DecodeTiles(
+        tile_tokens=tile_tokens, slots=max(3, min(slots, most, 128)), block_seqs=block_seqs
+    )
+
+
+def prefill_vmem_bytes(
+    layout: KVLayout, num_q_heads: int, query_dtype: str, tiles: PrefillTiles
+) -> int:
+    """VMEM of the prefill kernel: what is copied, what is computed with, and a tenth for spills."""
+    query_bytes = jnp.dtype(query_dtype).itemsize
+    compute_bytes = 2 if query_bytes == 2 and layout.dtype != "float32" else 4
+    lanes, heads = layout.lane_tiles * LANES, layout.num_kv_heads
+    padded_heads = round_up(num_q_heads, 8 * 4 // query_bytes)
+    queries = tiles.queries * padded_heads * lanes * (3 * query_bytes + compute_bytes)
+    tile = 2 * tiles.block_kv * odd(layout.rows) * LANES * 4
+    keys = heads * tiles.block_kv * lanes * compute_bytes
+    values = 3 * heads * (lanes + 16) * tiles.block_kv * compute_bytes
+    scores = 4 * tiles.block_kv * 2 * LANES * (4 + compute_bytes)
+    state = (tiles.queries * num_q_heads + 8 * LANES) * (lanes + 24) * 4
+    return (queries + tile + keys + values + scores + state) * 11 // 10
+
+
+def prefill_tiles(layout: KVLayout, num_q_heads: int, query_dtype: str, chip: Chip) -> PrefillTiles:
+    """Tiles for a chip: 512 queries against 512 keys at a time, fewer where half the VMEM is less.
+
+    Queries go first: a tile that fewer queries share is fetched and unpacked more often.
+    """
+    sizes = [(4, 512), (4, 256), (2, 512), (2, 256), (1, 256), (1, 128)]
+    for blocks, block_kv in sizes:
+        tiles = PrefillTiles(blocks=blocks, block_kv=block_kv)
+        needed = prefill_vmem_bytes(layout, num_q_heads, query_dtype, tiles)
+        if needed <= chip.vmem_bytes // 2:
+            break
+    return tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of both kernels; None: by rule."""
+
+    decode: DecodeTiles | None = None
+    prefill: PrefillTiles | None = None
+
+
+def choose_tiles(
+    layout: KVLayout,
+    *,
+    most_tokens: int | None,
+    num_q_heads: int,
+    query_dtype: str,
+    chip: Chip,
+    override: Tiles,
+    num_seqs: int = MAX_SEQS,
+) -> tuple[DecodeTiles, PrefillTiles]:
+    """The sizes to run with: those given, else by rule. `most_tokens`: a decode query's keys."""
+    decode = override.decode or decode_tiles(
+        layout, most_tokens=most_tokens, num_seqs=num_seqs, chip=chip
+    )
+    return decode, override.prefill or prefill_tiles(layout, num_q_heads, query_dtype, chip)

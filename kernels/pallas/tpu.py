@@ -1,0 +1,216 @@
+"""Ragged paged attention on TPU: one call for a mixed batch, two kernels behind it.
+
+    sequences   0 .. distribution[0]                 decode, `tpu_decode.py`
+                distribution[0] .. distribution[2]   chunks of any length, `tpu_prefill.py`
+
+Both run in every call, one after the other on the same pages and the same output; the one without
+work returns at once. What differs between layers of a group is static: window, soft cap, rule.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from jaxattn.kernels.layout import (
+    LANES,
+    KVLayout,
+    KVPages,
+    QuantizedPages,
+    TokenSlots,
+    layout_of,
+    page_array,
+    put_scales,
+    quantize,
+    token_slots,
+)
+from jaxattn.kernels.pallas.tiles import (
+    Chip,
+    Tiles,
+    choose_tiles,
+    decode_vmem_bytes,
+    prefill_vmem_bytes,
+)
+from jaxattn.kernels.pallas.tpu_decode import DecodeShape, decode
+from jaxattn.kernels.pallas.tpu_prefill import prefill
+
+
+def ragged_paged_attention(
+    queries: Float[Array, "tokens q_heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    kv_pages: KVPages,
+    kv_lens: Int32[Array, "seqs"],
+    page_indices: Int32[Array, "seqs pages_per_seq"],
+    cu_q_lens: Int32[Array, "seqs_plus_1"],
+    distribution: Int32[Array, "3"],
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "q_heads"] | None,
+    image_spans: Int32[Array, "tokens 2"] | None,
+    image_rule: str,
+    causal: bool,
+    first_page: Int32[Array, "seqs"] | None,
+    update_kv_cache: bool,
+    chip: Chip,
+    tiles: Tiles,
+    interpret: pltpu.InterpretParams | None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
+    """See `jaxattn.ragged_paged_attention`, which validates and calls this.
+
+    `chip` decides the tiles that `tiles` leaves open. `interpret` runs the kernels on a CPU.
+    """
+    layout = layout_of(kv_pages, *keys.shape[1:])
+    tokens, q_heads, head_dim = queries.shape
+    if first_page is None:
+        first_page = jnp.zeros_like(kv_lens)
+    slots = token_slots(
+        kv_pages, tokens, kv_lens, page_indices, cu_q_lens, distribution, first_page
+    )
+    scales = kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None
+    if update_kv_cache:
+        new_kv, scales = _new_tokens(layout, keys, values, slots, kv_pages)
+    else:
+        new_kv = jnp.zeros((1, layout.rows, layout.pack, LANES), page_array(kv_pages).dtype)
+    # Beyond what a query sees through its image, a window bounds what decode sees.
+    bounded = sliding_window is not None and (image_spans is None or image_rule != "extend")
+    decode_tiles, prefill_tiles = choose_tiles(
+        layout,
+        most_tokens=sliding_window if bounded else None,
+        num_seqs=min(len(kv_lens), tokens),
+        num_q_heads=q_heads,
+        query_dtype=queries.dtype.name,
+        chip=chip,
+        override=tiles,
+    )
+    sizes = q_heads, queries.dtype.name
+    padded = jnp.pad(queries, ((0, 0), (0, 0), (0, layout.lane_tiles * LANES - head_dim)))
+    starts = _first_visible(kv_lens, sliding_window, image_spans if not bounded else None)
+    shape = DecodeShape(
+        layout=layout,
+        num_q_heads=q_heads,
+        query_dtype=queries.dtype.name,
+        sm_scale=sm_scale,
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+        most_tokens=sliding_window if bounded else None,
+        from_zero=sliding_window is None,
+        update_kv_cache=update_kv_cache,
+        tiles=decode_tiles,
+        interpret=interpret is not None,
+    )
+    out, pages = decode(
+        padded,
+        new_kv,
+        page_array(kv_pages),
+        scales,
+        sinks,
+        distribution[0],
+        starts,
+        kv_lens,
+        _live_table(
+            page_indices, first_page, starts // layout.page_size, len(page_array(kv_pages)), shape
+        ),
+        _one_per_sequence(slots, len(kv_lens), len(page_array(kv_pages))),
+        shape=shape,
+        interpret=interpret or False,
+        vmem_limit_bytes=_limit(decode_vmem_bytes(layout, *sizes, decode_tiles), chip),
+    )
+    out, pages = prefill(
+        padded,
+        new_kv,
+        pages,
+        scales,
+        out,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        distribution,
+        first_page,
+        sinks,
+        image_spans,
+        layout=layout,
+        tiles=prefill_tiles,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        image_rule=image_rule,
+        causal=causal,
+        update_kv_cache=update_kv_cache,
+        interpret=interpret or False,
+        vmem_limit_bytes=_limit(prefill_vmem_bytes(layout, *sizes, prefill_tiles), chip),
+    )
+    return out[..., :head_dim], pages if scales is None else QuantizedPages(pages, scales)
+
+
+def _limit(needed: int, chip: Chip) -> int:
+    """Half as much again as counted, for what the compiler adds; at least its own default."""
+    return min(max(needed * 3 // 2, 32 * 2**20), chip.vmem_bytes * 15 // 16)
+
+
+def _new_tokens(
+    layout: KVLayout,
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    slots: TokenSlots,
+    kv_pages: KVPages,
+) -> tuple[Array, Array | None]:
+    """New tokens as pages hold them, zeros where no page takes them; and the updated scales.
+
+    Scales are scattered here: a token's few are less than a copy can move.
+    """
+    pages = page_array(kv_pages)
+    scales = None
+    if isinstance(kv_pages, QuantizedPages):
+        keys, key_scales = quantize(keys, pages.dtype)
+        values, value_scales = quantize(values, pages.dtype)
+        new = layout.pack_scales(jnp.stack([key_scales, value_scales], axis=-1))
+        scales = put_scales(kv_pages.scales, new, *slots)
+    packed = layout.pack_tokens(keys.astype(pages.dtype), values.astype(pages.dtype))
+    taken = (slots.page < len(pages))[:, None, None, None]
+    return jnp.where(taken, packed, jnp.zeros_like(packed)), scales
+
+
+def _first_visible(
+    kv_lens: Int32[Array, "seqs"],
+    sliding_window: int | None,
+    image_spans: Int32[Array, "tokens 2"] | None,
+) -> Int32[Array, "seqs"]:
+    """First token that the last query of each sequence sees, if it is its only new one."""
+    if sliding_window is None:
+        return jnp.zeros_like(kv_lens)
+    starts = jnp.maximum(kv_lens - sliding_window, 0)
+    if image_spans is None:
+        return starts
+    spare = max(len(kv_lens) - len(image_spans), 0)
+    spans = jnp.pad(image_spans, ((0, spare), (0, 0)))[: len(kv_lens)]  # decode: a row each
+    begin = jnp.where(spans[:, 0] < spans[:, 1], jnp.maximum(spans[:, 0], 0), starts)
+    return jnp.minimum(starts, begin)
+
+
+def _live_table(
+    page_indices: Int32[Array, "seqs pages_per_seq"],
+    first_page: Int32[Array, "seqs"],
+    start_page: Int32[Array, "seqs"],
+    num_pages: int,
+    shape: DecodeShape,
+) -> Int32[Array, "seqs width"]:
+    """The pages that decode looks at, from `start_page` on; the null page where there is none.
+
+    A few columns for a window, so that the table of a long context need not fit a chip's SMEM.
+    """
+    table_width = page_indices.shape[1]
+    width = table_width
+    if shape.most_tokens is not None:
+        width = (shape.most_tokens + shape.layout.page_size - 2) // shape.layout.page_size + 1
+    column = (start_page - first_page)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    ids = jnp.take_along_axis(page_indices, jnp.clip(column, 0, table_width - 1), axis=1)
+    is_page = (0 <= column) & (column < table_width) & (0 < ids) & (ids < num_pages)
+    return jnp.where(is_page, ids, 0)
+
+
+def _one_per_sequence(slots: TokenSlots, seqs: int, num_pages: int) -> Int32[Array, "seqs"]:
+    """Page of the new token of each decode sequence, which is its row; 0 where there is none."""
+    page = jnp.where(slots.page < num_pages, slots.page, 0)
+    return jnp.pad(page, (0, max(seqs - len(page), 0)))[:seqs]

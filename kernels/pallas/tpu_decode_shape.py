@@ -1,0 +1,68 @@
+"""What a decode kernel is specialised on, and the sizes that follow."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxattn.kernels.layout import KVLayout
+from jaxattn.kernels.pallas.tiles import DecodeTiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+    """What a decode kernel is specialised on."""
+
+    layout: KVLayout
+    num_q_heads: int
+    query_dtype: str
+    sm_scale: float
+    soft_cap: float | None
+    sinks: bool
+    most_tokens: int | None  # most visible keys of a query (its window), None: no bound
+    from_zero: bool  # every query sees its sequence from position 0 on
+    update_kv_cache: bool
+    tiles: DecodeTiles
+    interpret: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether all that a query can see fits one tile."""
+        return self.most_tokens is not None and self.most_tokens <= self.tiles.tile_tokens
+
+    @property
+    def full_tokens(self) -> int:
+        """Visible tokens of a full tile."""
+        return self.most_tokens if self.single else self.tiles.tile_tokens  # type: ignore[return-value]
+
+    @property
+    def paged_tokens(self) -> int:
+        """Those of them that come from pages: a single tile holds the query's own key too."""
+        return self.full_tokens - (self.single and self.update_kv_cache)
+
+    @property
+    def groups(self) -> int:
+        """Query heads per kv head."""
+        return self.num_q_heads // self.layout.num_kv_heads
+
+    @property
+    def words(self) -> int:
+        """Groups of heads that share words."""
+        return self.layout.padded_heads // self.layout.shared[0]
+
+    @property
+    def words_per_product(self) -> int:
+        """Groups of heads in one product: enough rows for the 8 sublanes of a register."""
+        rows = self.layout.shared[0] * self.groups
+        counts = [count for count in range(1, self.words + 1) if self.words % count == 0]
+        return next((count for count in counts if count * rows >= 8), self.words)
+
+    @property
+    def product_rows(self) -> int:
+        """Query heads in one product."""
+        return self.words_per_product * self.layout.shared[0] * self.groups
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """bfloat16 if queries are, and pages are not wider."""
+        narrow = self.query_dtype == "bfloat16" and self.layout.dtype != "float32"
+        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
