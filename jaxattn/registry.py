@@ -44,7 +44,7 @@ class Target:
         """A TPU by its short name: "v5e", "v5p", "v6e" or "tpu7x"."""
         if chip not in CHIPS:
             raise ValueError(f"{chip=}: the chips are {', '.join(map(repr, CHIPS))}")
-        return cls("tpu", CHIPS[chip].device_kind)
+        return cls("tpu", CHIPS[chip].device_kinds[0])
 
     @classmethod
     def current(cls) -> "Target":

@@ -30,9 +30,12 @@ def _cells(row: Capabilities) -> dict[str, str]:
     def limits(values: tuple[int, int] | None) -> str:
         return "any" if values is ANY else f"{values[0]} to {values[1]}"
 
-    platforms = names(row.platforms)
+    platforms = names(row.platforms if row.chips is ANY else row.chips)
     if row.min_compute_capability is not ANY:
         platforms += " >= {}.{}".format(*row.min_compute_capability)
+    pages, most = limits(row.page_sizes), row.max_table_entries
+    if row.quantized_page_multiple > 1:
+        pages += f" (multiples of {row.quantized_page_multiple} in 8 bits)"
     cells = {
         "what": row.what,
         "usable": f"no: {row.missing}" if row.missing else "yes",
@@ -44,7 +47,8 @@ def _cells(row: Capabilities) -> dict[str, str]:
         "not causal": flag(row.non_causal),
         "query heads per kv head": limits(row.q_heads_per_kv_head),
         "head dims": names(row.head_dims),
-        "page sizes": limits(row.page_sizes),
+        "page sizes": pages,
+        "page table entries": "any" if most is ANY else f"up to {most}",
         "query dtypes": names(row.query_dtypes),
         "cache dtypes": names(row.kv_dtypes),
         "tables of live pages only": flag(row.first_page),

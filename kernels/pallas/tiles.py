@@ -17,7 +17,7 @@ class Chip:
     """Published facts of one TPU core."""
 
     name: str
-    device_kind: str  # as JAX names it
+    device_kinds: tuple[str, ...]  # as JAX names it
     vmem_bytes: int
     hbm_gb_per_s: int
     bf16_tflops: int
@@ -31,7 +31,7 @@ CHIPS = {
     for chip in (
         Chip(
             name="v5e",
-            device_kind="TPU v5 lite",
+            device_kinds=("TPU v5 lite", "TPU v5e"),
             vmem_bytes=128 * MIB,
             hbm_gb_per_s=820,
             bf16_tflops=197,
@@ -40,7 +40,7 @@ CHIPS = {
         ),
         Chip(
             name="v5p",
-            device_kind="TPU v5",
+            device_kinds=("TPU v5", "TPU v5p"),
             vmem_bytes=64 * MIB,
             hbm_gb_per_s=1230,
             bf16_tflops=230,
@@ -49,7 +49,7 @@ CHIPS = {
         ),
         Chip(
             name="v6e",
-            device_kind="TPU v6 lite",
+            device_kinds=("TPU v6 lite", "TPU v6e"),
             vmem_bytes=128 * MIB,
             hbm_gb_per_s=1640,
             bf16_tflops=918,
@@ -58,7 +58,7 @@ CHIPS = {
         ),
         Chip(
             name="tpu7x",
-            device_kind="TPU7x",
+            device_kinds=("TPU7x",),
             vmem_bytes=64 * MIB,
             hbm_gb_per_s=3700,
             bf16_tflops=1155,
@@ -71,10 +71,12 @@ CHIPS = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that JAX calls this, or None."""
-    return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 SMEM_ENTRIES = 2**17  # of a page table: half of 1 MiB, the other half is the compiler's
+TILE_BYTES = 9 * MIB // 2
+MAX_TOKENS = 2560  # of a tile: its copies and products are straight code
 MAX_SEQS = 32  # sequences of one block: their queries and outputs travel together
 LATENCY_US = 1.5  # of one copy from HBM, as measured by others: decides how many are in flight
 
@@ -140,17 +142,19 @@ def decode_tiles(
 ) -> DecodeTiles:
     """Tiles for a chip.
 
-    A window is one tile if three of them fit half the VMEM. Otherwise a tile has up to 4 MiB and
-    at most 2048 tokens: then its copies take longer than one copy's latency, and its products
-    hide the bookkeeping. Slots: bytes in flight to cover twice the latency, at least 3.
+    A window of up to 2560 tokens is one tile if three of them fit half the VMEM. Otherwise a tile
+    has up to 4.5 MiB and at most 2560 tokens: then its copies take longer than one copy's latency,
+    and its products hide the bookkeeping. Slots: bytes in flight to cover twice the latency, at
+    least 3.
     """
     page_size = layout.page_size
     token_bytes = odd(layout.rows) * LANES * 4
     budget = chip.vmem_bytes // 2
-    if most_tokens is not None and 3 * (most_tokens + page_size) * token_bytes <= budget:
+    fits = most_tokens is not None and 3 * (most_tokens + page_size) * token_bytes <= budget
+    if most_tokens is not None and most_tokens <= MAX_TOKENS and fits:
         tile_tokens = most_tokens
     else:
-        tokens = min(2048, max(128, 4 * MIB // token_bytes))
+        tokens = min(MAX_TOKENS, max(128, TILE_BYTES // token_bytes))
         step = max(page_size, LANES // layout.pack)
         tile_tokens = max(tokens // step, 1) * step
         if tile_tokens % page_size:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32
 from jaxattn.kernels.layout import LANES
 from jaxattn.kernels.pallas.scalars import ceil_quotient
 from jaxattn.kernels.pallas.tiles import odd
-from jaxattn.kernels.pallas.tpu_decode_copies import Ring, either
+from jaxattn.kernels.pallas.tpu_decode_copies import CLEARED, Ring, either
 from jaxattn.kernels.pallas.tpu_decode_products import (
     HIDDEN,
     LOG2_E,
@@ -62,10 +62,11 @@ class _Refs:
     out: Ref  # [block_seqs, q_heads, head_dim]
     pages: Ref  # [num_pages, page_size, rows, pack, 128] in HBM
     # scratch
-    tile: Ref  # [slots, columns, odd rows, pack, 128]
+    tile: Ref  # [slots, columns and CLEARED more, odd rows, pack, 128]
     arrived: Ref  # [slots] copies of a tile
     written: Ref  # copies of new tokens to their pages
-    progress: Ref  # [5], see _Progress
+    progress: Ref  # [5]: USED_SLOT to WRITTEN
+    dirty: Ref  # [slots] rows of a tile that may hold anything
     tile_scales: Ref = None  # [slots, pages, scale_rows, page_size * pack]
     scales_arrived: Ref = None  # [slots]
     top: Ref = None  # [products, rows, 128] running maximum
@@ -105,6 +106,8 @@ def _kernel(names: tuple[str, ...], shape: DecodeShape, *refs: Ref) -> None:
     def _() -> None:
         for entry in range(len(ref.progress)):
             ref.progress[entry] = 0
+        for slot in range(slots):
+            ref.dirty[slot] = shape.tiles.columns(shape.layout)
         pl.loop(0, slots - 1)(lambda _: fetch_next())
 
     def visit(seq: Scalar, row: Scalar, index: Scalar | int) -> None:
@@ -113,24 +116,28 @@ def _kernel(names: tuple[str, ...], shape: DecodeShape, *refs: Ref) -> None:
         ref.progress[USED_SLOT] = following(slot)
         fetch_next()
         first, stop = ring.span(seq, index)
-        tile = ref.tile.at[slot]
-        scales = None if ref.tile_scales is None else ref.tile_scales.at[slot]
-        attend = partial(_attend_single, row) if shape.single else partial(_attend_more, row, index)
+        base = ring.base(seq)
+        rows = base, base + stop - first
+        ring.wait(slot, stop - first, rows[1] if shape.layout.is_quantized else None)
+        ring.clear(slot, *rows)
 
-        def whole() -> None:
-            ring.wait(slot, shape.full_tokens, None)
-            attend(shape, ref, Tile(shape, tile, scales, None))
+        def attend(columns: int) -> None:
+            scales = None
+            if ref.tile_scales is not None:
+                pages = columns // shape.layout.page_size
+                scales = ref.tile_scales.at[slot, pl.ds(0, pages)]
+            tile = Tile(shape, ref.tile.at[slot, pl.ds(0, columns)], scales, rows)
+            if shape.single:
+                _attend_single(row, shape, ref, tile)
+            else:
+                _attend_more(row, index, shape, ref, tile)
 
-        def part() -> None:
-            base = ring.base(seq)
-            ring.wait(slot, stop - first, None if scales is None else base + stop - first)
-            attend(shape, ref, Tile(shape, tile, scales, (base, base + stop - first)))
-
-        if tile.shape[0] == shape.full_tokens:
-            full = stop - first == shape.full_tokens
-            either(full, whole, part)
-        else:
-            part()
+        columns = shape.tiles.columns(shape.layout)
+        if shape.single:
+            attend(columns)
+        else:  # a short sequence does not pay for a whole tile
+            small = shape.small_tokens
+            either(rows[1] > small, lambda: attend(columns), lambda: attend(small))
 
     @pl.loop(0, jnp.clip(count - block * shape.tiles.block_seqs, 0, shape.tiles.block_seqs))
     def _(row: Scalar) -> None:
@@ -264,8 +271,9 @@ def decode(
     columns = tiles.columns(layout)
     scratch: dict[str, Any] = {
         "tile": pltpu.VMEM(
-            (tiles.slots, columns, odd(layout.rows), layout.pack, LANES), pages.dtype
+            (tiles.slots, columns + CLEARED, odd(layout.rows), layout.pack, LANES), pages.dtype
         ),
+        "dirty": pltpu.SMEM((tiles.slots,), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((tiles.slots,)),
         "written": pltpu.SemaphoreType.DMA,
         "progress": pltpu.SMEM((5,), jnp.int32),

@@ -13,6 +13,7 @@ from jaxattn.kernels.pallas.scalars import ceil_quotient
 from jaxattn.kernels.pallas.tpu_decode_shape import DecodeShape
 from jaxattn.kernels.pallas.words import Ref
 
+CLEARED = 8  # rows of a tile at a time: whole registers
 Scalar = Int32[Array, ""]
 
 
@@ -112,6 +113,31 @@ class Ring:
             count = ceil_quotient(scaled_tokens, self.shape.layout.page_size)
             pages = refs.tile_scales.at[slot, pl.ds(0, count)]
             pltpu.make_async_copy(pages, pages, refs.scales_arrived.at[slot]).wait()
+
+    def clear(self, slot: Scalar, first: Scalar | int, end: Scalar) -> None:
+        """Zeros to the rows of a tile outside `first .. end`: 0 * NaN would reach the output.
+
+        What a tile leaves behind is only in the way of a shorter one: nothing to do in a window
+        that is full, and once a sequence otherwise.
+        """
+        refs = self.refs
+
+        def clear_from(row: Scalar) -> None:
+            rows = refs.tile.at[slot, pl.ds(row, CLEARED)]
+            rows[...] = jnp.zeros(rows.shape, rows.dtype)
+
+        @pl.when(end < refs.dirty[slot])
+        def _() -> None:
+            count = ceil_quotient(refs.dirty[slot] - end, CLEARED)
+            pl.loop(0, count)(lambda index: clear_from(end + index * CLEARED))
+
+        refs.dirty[slot] = end
+        if not isinstance(first, int) and "float" in self.shape.layout.dtype:
+
+            @pl.loop(0, first)
+            def _(row: Scalar) -> None:
+                blank = refs.tile.at[slot, row]
+                blank[...] = jnp.zeros(blank.shape, blank.dtype)
 
 
 def _minimum(a: Any, b: Any) -> Any:

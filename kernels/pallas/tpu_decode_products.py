@@ -15,7 +15,7 @@ pulling heads apart, which would be most of the time.
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxattn.kernels.layout import LANES
 from jaxattn.kernels.pallas.scalars import quotient, remainder
@@ -27,21 +27,17 @@ HIDDEN = -1e30  # finite: hidden - hidden is 0, not NaN
 
 
 class Tile:
-    """One tile in VMEM and the products with it. `valid`: None, or (first, end) rows to look at."""
+    """One tile in VMEM and the products with it; rows `span[0] .. span[1]` are keys to see."""
 
-    def __init__(self, shape: DecodeShape, tile: Ref, scales: Ref, valid: tuple | None):
-        self.shape, self.tile, self.scales, self.valid = shape, tile, scales, valid
+    def __init__(self, shape: DecodeShape, tile: Ref, scales: Ref, span: tuple):
+        self.shape, self.tile, self.scales, self.span = shape, tile, scales, span
         self._rows: dict[int, Array] = {}
 
     def rows(self, row: int) -> Float[Array, "columns 128"]:
-        """The vectors in one row of words; zeros (not stale NaN) for tokens out of range."""
+        """The vectors in one row of words."""
         if row not in self._rows:
             layout, interpret = self.shape.layout, self.shape.interpret
             words = load_words(self.tile, row, interpret=interpret)
-            if self.valid is not None:
-                token = jax.lax.broadcasted_iota(jnp.int32, words.shape, 0)
-                seen = (token >= self.valid[0]) & (token < self.valid[1])
-                words = jnp.where(seen, words, jnp.zeros_like(words))
             rows = as_rows(words, jnp.dtype(layout.dtype), interpret=interpret)
             self._rows[row] = rows.astype(self.shape.compute_dtype)
         return self._rows[row]
@@ -69,26 +65,24 @@ class Tile:
             parts.append(jnp.broadcast_to(line, (per_word, line.shape[1])))
         return jnp.concatenate(parts, axis=0)
 
-    def seen(self) -> Array | None:
-        """Of `[rows, columns]` of scores, those of the row's own keys in range; None: all."""
+    def seen(self) -> Bool[Array, "rows columns"]:
+        """Of the scores of a product, those of the row's own keys in range."""
         shape, layout = self.shape, self.shape.layout
-        dims = (shape.product_rows, self.tile.shape[0] * layout.pack)
-        seen = None
+        dims = shape.product_rows, self.tile.shape[0] * layout.pack
+        column = jax.lax.broadcasted_iota(jnp.int32, dims, 1)
+        first, end = (each * layout.pack for each in self.span)
+        seen = column < end
+        if layout.is_quantized:  # else a tile starts with its first token
+            seen &= column >= first
         if layout.pack > 1:
             heads, kinds, tiles = layout.shared
-            phase = jax.lax.broadcasted_iota(jnp.int32, dims, 1) & (layout.pack - 1)
             row = jax.lax.broadcasted_iota(jnp.int32, dims, 0)
             head = remainder(quotient(row, shape.groups), heads)
-            seen = phase == head * (kinds * tiles)
-        if self.valid is not None:
-            column = jax.lax.broadcasted_iota(jnp.int32, dims, 1)
-            first, end = (each * layout.pack for each in self.valid)
-            in_range = (column >= first) & (column < end)
-            seen = in_range if seen is None else seen & in_range
+            seen &= remainder(column, layout.pack) == head * (kinds * tiles)
         return seen
 
     def scores(
-        self, product: int, query: Float[Array, "rows lanes"], seen: Array | None
+        self, product: int, query: Float[Array, "rows lanes"], seen: Bool[Array, "rows columns"]
     ) -> Float[Array, "rows columns"]:
         """Scores times log2(e) (for exp2), hidden where not seen."""
         shape, layout = self.shape, self.shape.layout
@@ -103,10 +97,10 @@ class Tile:
         else:
             scores = jnp.tanh(scores * (shape.sm_scale / shape.soft_cap))
             scores *= shape.soft_cap * LOG2_E
-        return scores if seen is None else jnp.where(seen, scores, HIDDEN)
+        return jnp.where(seen, scores, HIDDEN)
 
     def weighted(
-        self, product: int, weights: Float[Array, "rows columns"], seen: Array | None
+        self, product: int, weights: Float[Array, "rows columns"], seen: Bool[Array, "rows columns"]
     ) -> Float[Array, "rows lanes"]:
         """Weights times values, `[rows, lane_tiles * 128]`."""
         shape, layout = self.shape, self.shape.layout
@@ -116,7 +110,7 @@ class Tile:
             scales = self.column_scales(product, 1)
             if kinds == 2:  # the value's scale lies in the value's column
                 scales = _roll(scales, -tiles, interpret=shape.interpret)
-            weights *= scales if seen is None else jnp.where(seen, scales, 0.0)
+            weights *= jnp.where(seen, scales, 0.0)
         shifts = [tile + (tiles if kinds == 2 else 0) for tile in range(tiles)]
         shifted = [_roll(weights, shift, interpret=shape.interpret) for shift in shifts]
         weights = jnp.concatenate(shifted, axis=0).astype(shape.compute_dtype)

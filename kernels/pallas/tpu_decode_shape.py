@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxattn.kernels.layout import KVLayout
-from jaxattn.kernels.pallas.tiles import DecodeTiles
+from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.tiles import DecodeTiles, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,14 @@ class DecodeShape:
     tiles: DecodeTiles
     interpret: bool
 
+    def __post_init__(self) -> None:
+        page_size, tokens = self.layout.page_size, self.tiles.tile_tokens
+        if not self.single and (tokens % page_size or tokens * self.layout.pack % LANES):
+            raise ValueError(
+                f"{self.tiles}: tiles that do not hold all of a window have a multiple of "
+                f"{page_size=} and of {LANES // self.layout.pack} tokens"
+            )
+
     @property
     def single(self) -> bool:
         """Whether all that a query can see fits one tile."""
@@ -38,6 +46,13 @@ class DecodeShape:
     def paged_tokens(self) -> int:
         """Those of them that come from pages: a single tile holds the query's own key too."""
         return self.full_tokens - (self.single and self.update_kv_cache)
+
+    @property
+    def small_tokens(self) -> int:
+        """A quarter of a tile's columns, or what rounds up to it: for short sequences."""
+        columns, layout = self.tiles.columns(self.layout), self.layout
+        step = layout.page_size if layout.is_quantized else LANES // layout.pack
+        return min(round_up(columns // 4, step), columns)
 
     @property
     def groups(self) -> int:

@@ -18,7 +18,7 @@ from HBM to HBM, whatever attention visits.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import LANES, KVLayout
-from jaxattn.kernels.pallas.tiles import odd
-from jaxattn.kernels.pallas.tpu_prefill_copies import Copies, load_vector
+from jaxattn.kernels.pallas.tiles import odd, round_up
+from jaxattn.kernels.pallas.tpu_prefill_copies import Copies
 from jaxattn.kernels.pallas.tpu_prefill_heads import load_heads_first, store_tokens_first
 from jaxattn.kernels.pallas.tpu_prefill_shape import LOG2_E, ONES, PrefillShape, PrefillTiles
 from jaxattn.kernels.pallas.tpu_prefill_softmax import Sight, Softmax, Unit
-from jaxattn.kernels.pallas.words import Ref, load_words
+from jaxattn.kernels.pallas.tpu_prefill_tile import unpack_tile
+from jaxattn.kernels.pallas.tpu_prefill_work import Job, Work
+from jaxattn.kernels.pallas.words import Ref
 
 Scalar = Int32[Array, ""]
 
@@ -55,6 +57,7 @@ class _Refs:
     new_kv: Ref  # [tokens, rows, pack, 128]
     pages_in: Ref  # the same memory as `pages`
     out_in: Ref  # the same memory as `out`
+    scales: Ref = None  # [num_pages, scale_rows, page_size * pack]
     spans: Ref = None  # [8, tokens and more] start and end of images
     # outputs, in HBM
     out: Ref  # [tokens, q_heads, key_dim]
@@ -63,10 +66,12 @@ class _Refs:
     query_tile: Ref  # [2, lane_tiles, queries, q_heads, 128]
     out_tile: Ref  # [lane_tiles, queries, q_heads, 128]
     tile: Ref  # [2, block_kv, odd rows, pack, 128]
+    scale_tile: Ref = None  # [2, pages, scale_rows, page_size * pack]
     span_tile: Ref = None  # [2, 8, queries + 128]
     queries_arrived: Ref  # [2] semaphores
     spans_arrived: Ref = None  # [2]
     arrived: Ref  # [2]
+    scales_arrived: Ref = None  # [2]
     sent: Ref
     written: Ref
     progress: Ref  # [2] tokens being written, rows of output being sent
@@ -75,6 +80,8 @@ class _Refs:
     keys: Ref  # [kv_heads, block_kv, key_dim]
     values: Ref  # [value_slots, kv_heads, value_dim + ONES, block_kv]
     span: Ref = None  # [blocks, 8, block_q]
+    scale_page: Ref = None  # [scale_rows, page_size * pack], both rounded up to a register
+    scale_columns: Ref = None  # [pages * page_size * pack, 128] a scale row in each lane
     hidden: Ref  # [block_kv, block_q] 0, or a very negative number where a key is not seen
     scores: Ref  # [unit_streams, block_kv, lanes]
     weights: Ref  # [unit_streams, block_kv, lanes]
@@ -82,86 +89,6 @@ class _Refs:
     shrink: Ref  # [unit_streams, 8, lanes] what the larger maximum makes of the past
     top: Ref  # [blocks * streams and nobody's, 8, lanes]
     acc: Ref  # [blocks * streams and nobody's, value_dim + ONES, lanes]
-
-
-class _Job(NamedTuple):
-    """Some blocks in a row of one sequence."""
-
-    seq: Scalar
-    offset: Scalar  # its first query, counted in the sequence's new tokens
-
-    def following(self, copies: Copies, step: int) -> "_Job":
-        """The next job; of an empty sequence if there is none."""
-        more = self.offset + step < copies.q_len(self.seq)
-        seq = jnp.where(more, self.seq, self.seq + 1)
-        return _Job(seq, jnp.where(more, self.offset + step, 0)).skip_empty(copies)
-
-    def skip_empty(self, copies: Copies) -> "_Job":
-        """Past sequences without new tokens."""
-        end = copies.refs.distribution[2]
-        last = copies.refs.kv_lens.shape[0] - 1
-
-        def empty(seq: Scalar) -> Array:
-            return (seq < end) & (copies.q_len(jnp.minimum(seq, last)) == 0)
-
-        return _Job(jax.lax.while_loop(empty, lambda seq: seq + 1, self.seq), self.offset)
-
-
-class _Work:
-    """What a job's blocks are and what they see."""
-
-    def __init__(self, shape: PrefillShape, refs: _Refs, job: _Job):
-        q_len = refs.cu_q_lens[job.seq + 1] - refs.cu_q_lens[job.seq]
-        self.shape, self.refs, self.job = shape, refs, job
-        self.token = refs.cu_q_lens[job.seq] + job.offset
-        self.rows = jnp.minimum(q_len - job.offset, shape.tiles.queries)
-        self.blocks = pl.cdiv(self.rows, shape.tiles.block_q)
-        self.first_query = refs.kv_lens[job.seq] - q_len + job.offset
-        self.first_key, self.end_key = self.range(0, shape.tiles.blocks)
-        self.tiles = pl.cdiv(self.end_key - self.first_key, shape.tiles.block_kv)
-
-    def tile(self, index: Scalar | int) -> tuple[Scalar, Scalar]:
-        """The keys of a tile: first and end."""
-        first = self.first_key + index * self.shape.tiles.block_kv
-        return first, jnp.minimum(first + self.shape.tiles.block_kv, self.end_key)
-
-    def range(self, block: Scalar | int, count: int) -> tuple[Scalar, Scalar]:
-        """The keys that some query of these blocks sees are in `first .. end`."""
-        shape, refs, kv_len = self.shape, self.refs, self.refs.kv_lens[self.job.seq]
-        block_q, window = shape.tiles.block_q, shape.sliding_window
-        first_query = self.first_query + block * block_q
-        last_query = self.first_query + jnp.minimum((block + count) * block_q, self.rows) - 1
-        first, end = jnp.int32(0), kv_len
-        if window is not None:
-            first = jnp.maximum(first_query - window + 1, 0)
-        if shape.causal:
-            end = last_query + 1
-        elif window is not None:
-            end = jnp.minimum(last_query + window, kv_len)
-        if refs.reach is not None:
-            index = refs.reach_index[self.job.seq] + self.job.offset // block_q + block
-            for each in range(count):
-                there = (block + each) * block_q < self.rows
-                entry = jnp.where(there, index + each, index)
-                if shape.image_rule == "extend":
-                    first = jnp.minimum(first, jnp.maximum(refs.reach[2 * entry], 0))
-                end = jnp.maximum(end, jnp.minimum(refs.reach[2 * entry + 1], kv_len))
-        return first, end
-
-    def visits(self, block: Scalar, first: Scalar, end: Scalar) -> tuple[Array, Array]:
-        """Whether a block sees something of a tile, and whether every query sees all of it."""
-        shape, window = self.shape, self.shape.sliding_window
-        first_key, end_key = self.range(block, 1)
-        something = (block < self.blocks) & (first < end_key) & (end > first_key)
-        first_query = self.first_query + block * shape.tiles.block_q
-        everything = end - first == shape.tiles.block_kv
-        if shape.causal:
-            everything &= end - 1 <= first_query
-        elif window is not None:
-            everything &= end - 1 < first_query + window
-        if window is not None:
-            everything &= first > first_query + shape.tiles.block_q - 1 - window
-        return something, everything
 
 
 def _kernel(names: tuple[str, ...], shape: PrefillShape, *flat: Ref) -> None:
@@ -172,29 +99,29 @@ def _kernel(names: tuple[str, ...], shape: PrefillShape, *flat: Ref) -> None:
     ones = (*refs.values.shape[:2], ONES, shape.tiles.block_kv)
     refs.values[:, :, shape.value_dim :] = jnp.ones(ones, refs.values.dtype)
 
-    def fetch_queries(work: _Work, slot: Scalar | int) -> None:
+    def fetch_queries(work: Work, slot: Scalar | int) -> None:
         copies.fetch_queries(work.token, work.rows, slot)
 
-    def fetch_tile(work: _Work, index: Scalar | int, slot: Scalar | int) -> None:
+    def fetch_tile(work: Work, index: Scalar | int, slot: Scalar | int) -> None:
         copies.fetch_tile(work.job.seq, *work.tile(index), slot)
 
-    first = _Job(refs.distribution[0], jnp.int32(0)).skip_empty(copies)
+    first = Job(refs.distribution[0], jnp.int32(0)).skip_empty(copies)
 
     @pl.when(first.seq < end)
     def _() -> None:
-        work = _Work(shape, refs, first)
+        work = Work(shape, refs, first)
         fetch_queries(work, 0)
         fetch_tile(work, 0, 0)
 
     def visit(state: tuple) -> tuple:
         seq, offset, query_slot, tile_slot = state
-        job = _Job(seq, offset)
-        work, next_job = _Work(shape, refs, job), job.following(copies, queries)
+        job = Job(seq, offset)
+        work, next_job = Work(shape, refs, job), job.following(copies, queries)
         if shape.update_kv_cache:
             pl.when(offset == 0)(lambda: copies.write_new(seq))
 
-        def with_next(start: Callable[[_Work], None]) -> None:
-            pl.when(next_job.seq < end)(lambda: start(_Work(shape, refs, next_job)))
+        def with_next(start: Callable[[Work], None]) -> None:
+            pl.when(next_job.seq < end)(lambda: start(Work(shape, refs, next_job)))
 
         with_next(lambda work: fetch_queries(work, 1 - query_slot))
         copies.wait_queries(work.rows, query_slot)
@@ -213,8 +140,8 @@ def _kernel(names: tuple[str, ...], shape: PrefillShape, *flat: Ref) -> None:
             pl.when(jnp.logical_not(last))(lambda: fetch_tile(work, index + 1, 1 - slot))
             pl.when(last)(lambda: with_next(lambda work: fetch_tile(work, 0, 1 - slot)))
             first, stop = work.tile(index)
-            copies.wait_tile(stop - first, slot)
-            _unpack_tile(shape, refs, slot, value_slot, stop - first)
+            copies.wait_tile(first, stop, slot)
+            unpack_tile(shape, refs, slot, value_slot, first, stop)
 
             def block_step(block: Scalar, pipeline: tuple) -> tuple:
                 something, everything = work.visits(block, first, stop)
@@ -297,44 +224,6 @@ def _unpack_spans(shape: PrefillShape, refs: _Refs, slot: Scalar, token: Scalar)
         refs.span[block] = spans[:, first : first + shape.tiles.block_q]
 
 
-def _unpack_tile(
-    shape: PrefillShape, refs: _Refs, slot: Scalar, value_slot: Scalar, count: Scalar
-) -> None:
-    """Keys and transposed values of a tile's first `count` tokens, by head."""
-    layout = shape.layout
-    dtype = jnp.dtype(layout.dtype)
-    piece = min(LANES, shape.tiles.block_kv)
-    places = [
-        (kind, head, tile, layout.place(kind, head, tile))
-        for kind in range(2)
-        for head in range(layout.num_kv_heads)
-        for tile in range(layout.lane_tiles)
-    ]
-
-    def unpack(first: int) -> None:
-        token = jax.lax.broadcasted_iota(jnp.int32, (piece, LANES), 0) + first
-        tokens = slice(first, first + piece)
-        for row in range(layout.rows):
-            ref = refs.tile.at[slot, pl.ds(first, piece)]
-            words = load_words(ref, row, interpret=shape.interpret)
-            # Not stale NaN where there is no token: 0 * NaN would reach the output.
-            words = jnp.where(token < count, words, jnp.zeros_like(words))
-            for kind, head, tile, place in places:
-                if place.row != row:
-                    continue
-                vector = load_vector(words, place.phase, dtype)
-                lanes = slice(tile * LANES, (tile + 1) * LANES)
-                if kind == 0:
-                    refs.keys[head, tokens, lanes] = vector.astype(refs.keys.dtype)
-                else:
-                    value = vector.T[place.lane :].astype(refs.values.dtype)
-                    lanes = slice(tile * LANES, tile * LANES + value.shape[0])
-                    refs.values[value_slot, head, lanes, tokens] = value
-
-    for first in range(0, shape.tiles.block_kv, piece):
-        unpack(first)
-
-
 def _pack_output(shape: PrefillShape, refs: _Refs, softmax: Softmax, block: Scalar) -> None:
     """A block's outputs, tokens first."""
     for head, out in softmax.finish(block):
@@ -383,8 +272,6 @@ def prefill(
     as pages are. Rows of `out` before these sequences stay what they are, those after them become
     zeros. Donate `pages` and `out`.
     """
-    if scales is not None:
-        raise NotImplementedError("scales of quantised pages: not by the prefill kernel")
     tokens, q_heads, key_dim = queries.shape
     shape = PrefillShape(
         layout=layout,
@@ -435,6 +322,15 @@ def prefill(
         "top": pltpu.VMEM((states, 8, lanes), full),
         "acc": pltpu.VMEM((states, rows, lanes), full),
     }
+    if scales is not None:
+        count = (block_kv + layout.page_size - 2) // layout.page_size + 1
+        columns = layout.page_size * layout.pack
+        block = round_up(layout.scale_rows, 8), round_up(columns, LANES)
+        inputs["scales"] = scales
+        scratch["scale_tile"] = pltpu.VMEM((2, count, *scales.shape[1:]), full)
+        scratch["scale_page"] = pltpu.VMEM(block, full)
+        scratch["scales_arrived"] = semaphore((2,))
+        scratch["scale_columns"] = pltpu.VMEM((count * columns, LANES), full)
     if sinks is not None:
         scalars["sinks"] = sinks.astype(jnp.float32) * LOG2_E
     if image_spans is not None:

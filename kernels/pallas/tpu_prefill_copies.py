@@ -86,11 +86,11 @@ class Copies:
         )
         part(stop, jnp.maximum(stop * page_size, whole * page_size), end)
 
-    def _tile(self, slot: Scalar, first: Scalar | int, count: Scalar) -> Ref:
+    def _tile(self, slot: Scalar | int, first: Scalar | int, count: Scalar) -> Ref:
         rows = self.shape.layout.rows
         return self.refs.tile.at[slot, pl.ds(first, count), pl.ds(0, rows)]
 
-    def fetch_tile(self, seq: Scalar, first: Scalar, end: Scalar, slot: Scalar) -> None:
+    def fetch_tile(self, seq: Scalar, first: Scalar, end: Scalar, slot: Scalar | int) -> None:
         """Start the copies of tokens `first .. end` of a sequence to a slot."""
         refs, stored = self.refs, self.stored(seq)
         arrived = refs.arrived.at[slot]
@@ -109,9 +109,31 @@ class Copies:
                 source = refs.new_kv.at[pl.ds(token, end - begin)]
                 start_copy(source, self._tile(slot, begin - first, end - begin), arrived)
 
-    def wait_tile(self, count: Scalar, slot: Scalar) -> None:
-        """Wait for the `count` tokens of a slot."""
-        wait_copies(self._tile(slot, 0, count), self.refs.arrived.at[slot])
+        if refs.scales is not None:  # whole pages of them: they lie along lanes
+            first_page = jax.lax.div(first, jnp.int32(self.shape.layout.page_size))
+
+            def copy_scales(page: Scalar, row: Scalar, position: Scalar, count: Scalar) -> None:
+                index = jax.lax.div(position, jnp.int32(self.shape.layout.page_size)) - first_page
+                target = self._scales(slot, index, 1)
+                start_copy(refs.scales.at[pl.ds(page, 1)], target, refs.scales_arrived.at[slot])
+
+            self._each_page(seq, first, end, copy_scales)
+
+    def _scales(self, slot: Scalar | int, page: Scalar | int, count: Scalar | int) -> Ref:
+        return self.refs.scale_tile.at[slot, pl.ds(page, count)]
+
+    def scale_pages(self, first: Scalar, end: Scalar) -> Scalar:
+        """Pages that tokens `first .. end` are in."""
+        page_size = jnp.int32(self.shape.layout.page_size)
+        return pl.cdiv(end, page_size) - jax.lax.div(first, page_size)
+
+    def wait_tile(self, first: Scalar, end: Scalar, slot: Scalar) -> None:
+        """Wait for tokens `first .. end`."""
+        refs = self.refs
+        wait_copies(self._tile(slot, 0, end - first), refs.arrived.at[slot])
+        if refs.scales is not None:
+            pages = self.scale_pages(first, end)
+            wait_copies(self._scales(slot, 0, pages), refs.scales_arrived.at[slot])
 
     def write_new(self, seq: Scalar) -> None:
         """Start the copies of a sequence's new tokens to their pages."""
@@ -135,7 +157,7 @@ class Copies:
         def _() -> None:
             wait_copies(self.refs.new_kv.at[pl.ds(0, count)], self.refs.written)
 
-    def fetch_queries(self, token: Scalar, count: Scalar, slot: Scalar) -> None:
+    def fetch_queries(self, token: Scalar, count: Scalar, slot: Scalar | int) -> None:
         """Start the copies of queries `token .. token + count`, and of their image spans."""
         refs = self.refs
         arrived = refs.queries_arrived.at[slot]
@@ -185,15 +207,3 @@ class Copies:
             count = jnp.minimum(queries, tokens - row)
             self.send(row, count)
             self.wait_sent(count)
-
-
-def load_vector(words: Array, phase: int, dtype: jnp.dtype) -> Array:
-    """One of the vectors that share words `[tokens, 128]`, in float32."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    if bits == 32:
-        return jax.lax.bitcast_convert_type(words, jnp.float32)
-    if dtype == jnp.bfloat16:
-        high = words << 16 if phase == 0 else words & jnp.uint32(0xFFFF0000)
-        return jax.lax.bitcast_convert_type(high, jnp.float32)
-    signed = jax.lax.bitcast_convert_type(words, jnp.int32)
-    return ((signed << (24 - 8 * phase)) >> 24).astype(jnp.float32)

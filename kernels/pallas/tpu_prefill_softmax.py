@@ -18,6 +18,7 @@ Stages hand over in VMEM, each reading what the step before left there, and then
 """
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ class Unit(NamedTuple):
 
     state: Scalar | int  # of its first stream: `block * streams + stream`; the last is nobody's
     block: Scalar | int
-    index: Scalar | int  # which of the block's units
+    number: Scalar | int  # which of the block's units
     values: Scalar | int  # slot of the tile's values
 
 
@@ -98,27 +99,29 @@ class Softmax:
         streams = range(self.shape.unit_streams)
         for stream in streams:
             self._output(output, stream)
-        for stream in streams if weights is not None else ():
-            self._weights(weights, stream)
-        for stream in streams if scores is not None else ():
-            self._scores(scores, stream, edge)
+        if weights is not None:
+            for stream in streams:
+                self._weights(weights, stream)
+        if scores is not None:
+            for stream in streams:
+                self._scores(scores, stream, edge)
 
-    def _head(self, unit: Unit, index: int) -> Scalar:
+    def _head(self, unit: Unit, index: int) -> Scalar | int:
         """The kv head of a stream."""
         streams, per_head = self.shape.unit_streams, self.shape.streams_per_head
         if streams % per_head == 0:
-            return unit.index * (streams // per_head) + index // per_head
-        return jax.lax.div(unit.index * streams + index, jnp.int32(per_head))
+            return unit.number * (streams // per_head) + index // per_head
+        return jax.lax.div(unit.number * streams + index, jnp.int32(per_head))
 
     def _scores(self, unit: Unit, index: int, edge: bool) -> None:
         shape, refs = self.shape, self.refs
-        first_head = (unit.index * shape.unit_streams + index) * shape.stream_heads
+        first_head = (unit.number * shape.unit_streams + index) * shape.stream_heads
         query = jnp.concatenate(
             [refs.query[unit.block, first_head + head] for head in range(shape.stream_heads)]
         )
         head = self._head(unit, index)
         chunk = min(CHUNK, shape.tiles.block_kv)
-        top = None
+        tops = []
         for first in range(0, shape.tiles.block_kv, chunk):
             scores = dot(refs.keys[head, first : first + chunk], query, ((1,), (1,)))
             if shape.soft_cap is not None:
@@ -127,9 +130,8 @@ class Softmax:
                 hidden = refs.hidden[first : first + chunk]
                 scores += jnp.concatenate([hidden] * shape.stream_heads, axis=1)
             refs.scores[index, first : first + chunk] = scores
-            most = jnp.max(scores.reshape(chunk // 8, 8, shape.lanes), axis=0)
-            top = most if top is None else jnp.maximum(top, most)
-        most = jnp.max(top, axis=0, keepdims=True)
+            tops.append(jnp.max(scores.reshape(chunk // 8, 8, shape.lanes), axis=0))
+        most = jnp.max(reduce(jnp.maximum, tops), axis=0, keepdims=True)
         refs.tile_top[index] = jnp.broadcast_to(most, (8, shape.lanes))
 
     def _weights(self, unit: Unit, index: int) -> None:
@@ -161,8 +163,8 @@ class Softmax:
             factor = jnp.ones_like(total)
             heads = range(stream * shape.stream_heads, (stream + 1) * shape.stream_heads)
             if refs.sinks is not None:
-                sink = [jnp.full((1, block_q), refs.sinks[head], jnp.float32) for head in heads]
-                sink = jnp.concatenate(sink, axis=1)
+                each = [jnp.full((1, block_q), refs.sinks[head], jnp.float32) for head in heads]
+                sink = jnp.concatenate(each, axis=1)
                 before = refs.top[state, :1]
                 top = jnp.maximum(before, sink)
                 factor = jnp.exp2(before - top)

@@ -1,0 +1,164 @@
+"""Whole Gemma 3 steps, compiled for TPUs that are not here: do they fit, and into how many bytes?
+
+    python -m benchmarks.tpu_models --write     # updates benchmarks/tpu_models.md
+
+1B on one chip, 27B on 4 and 8 chips: weights cut by heads, hidden units and vocabulary, the
+attention kernels inside a `shard_map` over kv heads. Bytes are the compiler's, per chip. Nothing
+runs, and nothing here is a speed.
+"""
+
+import argparse
+import dataclasses
+import io
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tpu_aot import Case, Compiled, compile_cases
+from jaxattn import PageTable, RaggedBatch, Target, group_layers
+from jaxattn.cache.pages import table_width, worst_demand
+from jaxattn.cache.state import cache_shapes
+from jaxattn.models.gemma3.checkpoint import expected_shapes
+from jaxattn.models.gemma3.config import CONFIGS
+from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.sharding import pages_sharding
+
+AXIS = "heads"
+DTYPE = jnp.dtype(jnp.bfloat16)
+# Which axis of a weight `[out, in]` is cut; what is not named is on every chip.
+CUT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "embed": 0}
+STEPS = {"decode": {"tokens": 16, "seqs": 16}, "prefill": {"tokens": 1024, "seqs": 16}}
+SHAPES = (
+    ("gemma-3-1b", 1, 8192),
+    ("gemma-3-27b", 4, 4096),
+    ("gemma-3-27b", 8, 8192),
+)
+
+
+def whole_step(
+    target: Target,
+    devices: tuple[Any, ...],
+    *,
+    model: str,
+    chips: int,
+    max_len: int,
+    tokens: int,
+    seqs: int,
+    page_size: int = 32,
+    layers: int | None = None,
+) -> tuple[jax.stages.Wrapped, tuple]:
+    """A step of `tokens` new tokens: logits of each sequence's last, and the cache.
+
+    `layers`: only so many of the model's.
+    """
+    config = CONFIGS[model]
+    config = dataclasses.replace(config, layers=config.layers[:layers])
+    mesh = Mesh(np.array(devices[:chips]), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def placed(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+        )
+
+    def weight(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        cut = CUT.get(name.rpartition(".")[2])
+        return placed(shape, DTYPE, *(AXIS if axis == cut else None for axis in range(len(shape))))
+
+    weights = {name: weight(name, shape) for name, shape in expected_shapes(config).items()}
+    specs = layer_specs(config, page_size=page_size, kv_dtype=DTYPE.name)
+    plan = group_layers(specs, max_len=max_len)
+    limits = {"max_len": max_len, "step_tokens": tokens}
+    num_pages = [1 + need for need in worst_demand(plan, max_num_seqs=seqs, **limits)]
+    layout = plan.groups[0].store.layout
+    rows = pages_sharding(layout, AXIS, chips)
+    cache = jax.tree.map(
+        lambda leaf: placed(leaf.shape, leaf.dtype, *rows), cache_shapes(plan, num_pages)
+    )
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return placed(shape, jnp.int32)
+
+    tables = tuple(
+        PageTable(integers(seqs, table_width(plan, group, **limits)), integers(seqs))
+        for group in range(len(plan.groups))
+    )
+    batch = RaggedBatch(integers(seqs), integers(seqs + 1), integers(3), tables)
+
+    def step(cache: Any, weights: dict, token_ids: jax.Array, batch: RaggedBatch) -> tuple:
+        net = Gemma3(config, weights)
+        options = {"backend": "pallas_tpu", "target": target}
+        if chips > 1:
+            options["heads_axis"] = AXIS
+        hidden, cache = net(token_ids, cache, plan=plan, batch=batch, **options)
+        return net.logits(hidden[batch.last_rows()]), cache
+
+    return jax.jit(step, donate_argnums=0), (cache, weights, integers(tokens), batch)
+
+
+def cases() -> list[Case]:
+    """Every model, number of chips and step."""
+    return [
+        Case(
+            name=f"{model} on {chips}, {step}",
+            builder="benchmarks.tpu_models:whole_step",
+            options={"model": model, "chips": chips, "max_len": max_len, **sizes},
+        )
+        for model, chips, max_len in SHAPES
+        for step, sizes in STEPS.items()
+    ]
+
+
+def table(results: list[Compiled]) -> Table:
+    """Megabytes per chip."""
+    columns = ("step", "target", "arguments", "of them donated", "temporary", "code", "compile s")
+    out = Table(*columns, box=box.SIMPLE, show_edge=False)
+    for result in results:
+        sizes = (
+            result.argument_bytes,
+            result.alias_bytes,
+            result.temp_bytes,
+            result.code_bytes,
+        )
+        cells = [result.error] if result.error else [f"{size / 1e6:,.0f}" for size in sizes]
+        out.add_row(result.case, result.target, *cells, f"{result.seconds:.0f}")
+    return out
+
+
+def markdown(results: list[Compiled]) -> str:
+    """The table as a page of its own, with the versions that it is true of."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(results))
+    text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
+    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "libtpu"))
+    return (
+        "# Whole Gemma 3 steps, compiled ahead of time\n\n"
+        f"`python -m benchmarks.tpu_models --write`, {versions}. MB per chip, as the compiler "
+        "counts them; page size 32, bfloat16.\nDecode: 16 sequences; prefill: 1024 new tokens; "
+        f"pools for 16 sequences of {', '.join(f'{length} ({m} on {n})' for m, n, length in SHAPES)}"
+        f" tokens.\nNothing was run.\n\n```\n{text}\n```\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--targets", default="v5e,v6e", help="v5e, v5p, v6e, tpu7x")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/tpu_models.md")
+    options = parser.parse_args()
+    results = []
+    for target in options.targets.split(","):
+        results += compile_cases(target, cases(), seconds_per_case=1200)
+    Console(width=150).print(table(results))
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
