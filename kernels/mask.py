@@ -27,16 +27,35 @@ def visible(
         q=4   . . x x x .                  q=4   . . x x x .
         q=5   . . . x x x                  q=5   . . . x x x
     """
-    query, key = q_positions[:, None], k_positions[None, :]
-    seen = key <= query if causal else jnp.ones((len(q_positions), len(k_positions)), bool)
+    return sees(
+        q_positions[:, None],
+        k_positions[None, :],
+        None if image_spans is None else (image_spans[:, 0, None], image_spans[:, 1, None]),
+        sliding_window=sliding_window,
+        causal=causal,
+        image_rule=image_rule,
+    )
+
+
+def sees(
+    query: Int32[Array, "..."],
+    key: Int32[Array, "..."],
+    span: tuple[Int32[Array, "..."], Int32[Array, "..."]] | None,
+    *,
+    sliding_window: int | None,
+    causal: bool,
+    image_rule: str,
+) -> Bool[Array, "..."]:
+    """`visible` for positions that broadcast together; `span`: start and end of query's image."""
+    shape = jnp.broadcast_shapes(query.shape, key.shape)
+    seen = key <= query if causal else jnp.full(shape, True)
     in_window = None
     if sliding_window is not None:
         in_window = query - sliding_window < key
         if not causal:
             in_window &= key < query + sliding_window
-    if image_spans is not None:
-        start, end = image_spans[:, 0, None], image_spans[:, 1, None]
-        same_image = (start <= key) & (key < end)
+    if span is not None:
+        same_image = (span[0] <= key) & (key < span[1])
         if image_rule == "extend" and in_window is not None:
             return (seen & in_window) | same_image
         seen |= same_image

@@ -181,9 +181,13 @@ def prefill_vmem_bytes(
     tile = 2 * tiles.block_kv * odd(layout.rows) * LANES * 4
     keys = heads * tiles.block_kv * lanes * compute_bytes
     values = 3 * heads * (lanes + 16) * tiles.block_kv * compute_bytes
-    scores = 4 * tiles.block_kv * 2 * LANES * (4 + compute_bytes)
+    scores = 4 * tiles.block_kv * 2 * LANES * (4 + compute_bytes) + tiles.block_kv * LANES * 4
+    scales = 0
+    if layout.is_quantized:  # as they arrive, and turned
+        columns = (tiles.block_kv + 2 * layout.page_size) * layout.pack
+        scales = columns * (2 * round_up(layout.scale_rows, 8) + LANES) * 4
     state = (tiles.queries * num_q_heads + 8 * LANES) * (lanes + 24) * 4
-    return (queries + tile + keys + values + scores + state) * 11 // 10
+    return (queries + tile + keys + values + scores + scales + state) * 11 // 10
 
 
 def prefill_tiles(layout: KVLayout, num_q_heads: int, query_dtype: str, chip: Chip) -> PrefillTiles:

@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.scalars import remainder
 from jaxattn.kernels.pallas.tiles import odd, round_up
 from jaxattn.kernels.pallas.tpu_prefill_copies import Copies
 from jaxattn.kernels.pallas.tpu_prefill_heads import load_heads_first, store_tokens_first
@@ -218,7 +219,7 @@ def _unpack_queries(shape: PrefillShape, refs: _Refs, slot: Scalar, block: Scala
 def _unpack_spans(shape: PrefillShape, refs: _Refs, slot: Scalar, token: Scalar) -> None:
     """The image spans of a job's queries, from the register that its first one is in."""
     lanes = refs.span_tile.shape[2]
-    spans = pltpu.roll(refs.span_tile[slot], jax.lax.rem(lanes - token % LANES, lanes), 1)
+    spans = pltpu.roll(refs.span_tile[slot], remainder(lanes - remainder(token, LANES), lanes), 1)
     for block in range(shape.tiles.blocks):
         first = block * shape.tiles.block_q
         refs.span[block] = spans[:, first : first + shape.tiles.block_q]

@@ -8,13 +8,13 @@ any of them.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32
 
 from jaxattn.kernels.layout import LANES
+from jaxattn.kernels.pallas.scalars import ceil_quotient, quotient, remainder
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillShape
 from jaxattn.kernels.pallas.words import Ref
 
@@ -56,8 +56,7 @@ class Copies:
         """
         refs, page_size = self.refs, self.shape.layout.page_size
         width = self.shape.table_width
-        size = jnp.int32(page_size)
-        start, stop = jax.lax.div(first, size), jax.lax.div(end, size)  # of whole pages: stop
+        start, stop = quotient(first, page_size), quotient(end, page_size)  # of whole pages: stop
         base = seq * width - refs.first_page[seq]
 
         def page(index: Scalar) -> Scalar:
@@ -76,14 +75,12 @@ class Copies:
         def copy_whole(index: Scalar) -> None:
             copy(page(index), 0, index * page_size, page_size)
 
-        @pl.loop(0, jax.lax.div(some, jnp.int32(UNROLLED)))
+        @pl.loop(0, quotient(some, UNROLLED))
         def _(group: Scalar) -> None:
             for each in range(UNROLLED):
                 copy_whole(whole + group * UNROLLED + each)
 
-        pl.loop(stop - jax.lax.rem(some, jnp.int32(UNROLLED)), jnp.where(whole < stop, stop, 0))(
-            copy_whole
-        )
+        pl.loop(stop - remainder(some, UNROLLED), jnp.where(whole < stop, stop, 0))(copy_whole)
         part(stop, jnp.maximum(stop * page_size, whole * page_size), end)
 
     def _tile(self, slot: Scalar | int, first: Scalar | int, count: Scalar) -> Ref:
@@ -110,10 +107,11 @@ class Copies:
                 start_copy(source, self._tile(slot, begin - first, end - begin), arrived)
 
         if refs.scales is not None:  # whole pages of them: they lie along lanes
-            first_page = jax.lax.div(first, jnp.int32(self.shape.layout.page_size))
+            page_size = self.shape.layout.page_size
+            first_page = quotient(first, page_size)
 
             def copy_scales(page: Scalar, row: Scalar, position: Scalar, count: Scalar) -> None:
-                index = jax.lax.div(position, jnp.int32(self.shape.layout.page_size)) - first_page
+                index = quotient(position, page_size) - first_page
                 target = self._scales(slot, index, 1)
                 start_copy(refs.scales.at[pl.ds(page, 1)], target, refs.scales_arrived.at[slot])
 
@@ -124,8 +122,8 @@ class Copies:
 
     def scale_pages(self, first: Scalar, end: Scalar) -> Scalar:
         """Pages that tokens `first .. end` are in."""
-        page_size = jnp.int32(self.shape.layout.page_size)
-        return pl.cdiv(end, page_size) - jax.lax.div(first, page_size)
+        page_size = self.shape.layout.page_size
+        return ceil_quotient(end, page_size) - quotient(first, page_size)
 
     def wait_tile(self, first: Scalar, end: Scalar, slot: Scalar) -> None:
         """Wait for tokens `first .. end`."""
@@ -167,7 +165,10 @@ class Copies:
         if refs.spans is not None:
             # Lanes are tiled: copy whole registers, turn them into place after arrival.
             source = refs.spans.at[
-                :, pl.ds(pl.multiple_of(token // LANES * LANES, LANES), refs.span_tile.shape[2])
+                :,
+                pl.ds(
+                    pl.multiple_of(quotient(token, LANES) * LANES, LANES), refs.span_tile.shape[2]
+                ),
             ]
             start_copy(source, refs.span_tile.at[slot], refs.spans_arrived.at[slot])
 
@@ -199,9 +200,14 @@ class Copies:
         """Zeros to rows `first ..` of the output."""
         refs = self.refs
         tokens, queries = refs.out.shape[0], self.shape.tiles.queries
-        refs.out_tile[...] = jnp.zeros(refs.out_tile.shape, refs.out_tile.dtype)
+        most = min(tokens, queries)
 
-        @pl.loop(0, pl.cdiv(tokens - first, queries))
+        @pl.when(first < tokens)
+        def _() -> None:
+            blank = refs.out_tile.at[:, pl.ds(0, most)]
+            blank[...] = jnp.zeros(blank.shape, blank.dtype)
+
+        @pl.loop(0, ceil_quotient(tokens - first, queries))
         def _(index: Scalar) -> None:
             row = first + index * queries
             count = jnp.minimum(queries, tokens - row)

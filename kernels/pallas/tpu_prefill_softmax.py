@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
+from jaxattn.kernels.mask import sees
+from jaxattn.kernels.pallas.scalars import quotient
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillShape
 from jaxattn.kernels.pallas.words import Ref
 
@@ -78,17 +80,17 @@ class Softmax:
         lane = jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
         span = None
         if sight.spans is not None:
-            span = [sight.spans[side : side + 1] for side in range(2)]
+            span = sight.spans[0:1], sight.spans[1:2]
         for first in range(0, shape.tiles.block_kv, chunk):
             key = jax.lax.broadcasted_iota(jnp.int32, (chunk, block_q), 0)
             key += sight.first_key + first
-            seen = seen_keys(
+            seen = sees(
                 sight.first_query + lane,
                 key,
                 span,
-                shape.sliding_window,
+                sliding_window=shape.sliding_window,
                 causal=shape.causal,
-                rule=shape.image_rule,
+                image_rule=shape.image_rule,
             )
             if not shape.causal or span is not None:  # a causal query is before the end itself
                 seen &= key < sight.end_key
@@ -111,7 +113,7 @@ class Softmax:
         streams, per_head = self.shape.unit_streams, self.shape.streams_per_head
         if streams % per_head == 0:
             return unit.number * (streams // per_head) + index // per_head
-        return jax.lax.div(unit.number * streams + index, jnp.int32(per_head))
+        return quotient(jnp.asarray(unit.number * streams + index), per_head)
 
     def _scores(self, unit: Unit, index: int, edge: bool) -> None:
         shape, refs = self.shape, self.refs
@@ -181,31 +183,3 @@ def dot(left: Array, right: Array, contract: tuple) -> Float[Array, "rows column
     return jax.lax.dot_general(
         left, right, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
-
-
-def seen_keys(
-    query: Int32[Array, "1 queries"],
-    key: Int32[Array, "keys queries"],
-    span: list[Int32[Array, "1 queries"]] | None,
-    sliding_window: int | None,
-    *,
-    causal: bool,
-    rule: str,
-) -> Bool[Array, "keys queries"]:
-    """The rule of `kernels.mask.visible` on arrays that are already broadcast."""
-    seen = key <= query if causal else None
-    window = None
-    if sliding_window is not None:
-        window = key > query - sliding_window
-        if not causal:
-            window &= key < query + sliding_window
-    image = None if span is None else (span[0] <= key) & (key < span[1])
-    if image is not None and seen is not None and (rule == "clamp" or window is None):
-        seen |= image
-    parts = [part for part in (seen, window) if part is not None]
-    if not parts:
-        return jnp.full(key.shape, True)
-    seen = parts[0] & parts[-1]
-    if image is not None and rule == "extend" and window is not None:
-        seen |= image
-    return seen

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxattn.kernels.layout import LANES
+from jaxattn.kernels.pallas.scalars import ceil_quotient, remainder
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillShape
 from jaxattn.kernels.pallas.words import load_words
 
@@ -30,9 +31,9 @@ def unpack_tile(
         for head in range(layout.num_kv_heads)
         for tile in range(layout.lane_tiles)
     ]
-    offset = jax.lax.rem(first, jnp.int32(layout.page_size))
+    offset = remainder(first, layout.page_size)
     if refs.scales is not None:
-        _turn_scales(shape, refs, slot, pl.cdiv(offset + count, layout.page_size))
+        _turn_scales(shape, refs, slot, ceil_quotient(offset + count, layout.page_size))
     for begin in range(0, shape.tiles.block_kv, piece):
         token = jax.lax.broadcasted_iota(jnp.int32, (piece, LANES), 0) + begin
         tokens = slice(begin, begin + piece)

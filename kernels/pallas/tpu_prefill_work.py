@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
+from jaxattn.kernels.pallas.scalars import ceil_quotient, quotient
 from jaxattn.kernels.pallas.tpu_prefill_copies import Copies
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillShape
 
@@ -44,10 +44,10 @@ class Work:
         self.shape, self.refs, self.job = shape, refs, job
         self.token = refs.cu_q_lens[job.seq] + job.offset
         self.rows = jnp.minimum(q_len - job.offset, shape.tiles.queries)
-        self.blocks = pl.cdiv(self.rows, shape.tiles.block_q)
+        self.blocks = ceil_quotient(self.rows, shape.tiles.block_q)
         self.first_query = refs.kv_lens[job.seq] - q_len + job.offset
         self.first_key, self.end_key = self.range(0, shape.tiles.blocks)
-        self.tiles = pl.cdiv(self.end_key - self.first_key, shape.tiles.block_kv)
+        self.tiles = ceil_quotient(self.end_key - self.first_key, shape.tiles.block_kv)
 
     def tile(self, index: Scalar | int) -> tuple[Scalar, Scalar]:
         """The keys of a tile: first and end."""
@@ -68,7 +68,7 @@ class Work:
         elif window is not None:
             end = jnp.minimum(last_query + window, kv_len)
         if refs.reach is not None:
-            index = refs.reach_index[self.job.seq] + self.job.offset // block_q + block
+            index = refs.reach_index[self.job.seq] + quotient(self.job.offset, block_q) + block
             for each in range(count):
                 there = (block + each) * block_q < self.rows
                 entry = jnp.where(there, index + each, index)
