@@ -5,11 +5,11 @@ The rules are short enough to check by hand and every number in them can be over
 """
 
 from dataclasses import dataclass
+from math import lcm
 
 import jax.numpy as jnp
 
 from jaxattn.kernels.layout import LANES, KVLayout
-from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ def chip_of(device_kind: str) -> Chip | None:
 SMEM_ENTRIES = 2**17  # of a page table: half of 1 MiB, the other half is the compiler's
 TILE_BYTES = 9 * MIB // 2
 MAX_TOKENS = 2560  # of a tile: its copies and products are straight code
+CLEARED = 8  # rows of a tile that are cleared at once, so that a tile has as many to spare
 MAX_SEQS = 32  # sequences of one block: their queries and outputs travel together
 LATENCY_US = 1.5  # of one copy from HBM, as measured by others: decides how many are in flight
 
@@ -118,7 +119,26 @@ class DecodeTiles:
             pages = tokens // layout.page_size
             lanes = round_up(layout.page_size * layout.pack, LANES)
             scales = pages * round_up(layout.scale_rows, 8) * lanes * 4
-        return tokens * odd(layout.rows) * LANES * 4 + scales
+        return (tokens + CLEARED) * odd(layout.rows) * LANES * 4 + scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    """Sizes of the prefill kernel.
+
+    `block_q`: queries whose tiles are walked together, a multiple of 128 (lanes). `blocks`:
+    consecutive blocks of a sequence that share a tile once it is fetched and unpacked.
+    `block_kv`: keys of a tile, a multiple of 128.
+    """
+
+    block_q: int = 128
+    blocks: int = 4
+    block_kv: int = 512
+
+    @property
+    def queries(self) -> int:
+        """Queries that travel together."""
+        return self.block_q * self.blocks
 
 
 def decode_vmem_bytes(
@@ -155,10 +175,9 @@ def decode_tiles(
         tile_tokens = most_tokens
     else:
         tokens = min(MAX_TOKENS, max(128, TILE_BYTES // token_bytes))
-        step = max(page_size, LANES // layout.pack)
+        whole = lcm(page_size, LANES // layout.pack)  # pages, and registers of scores
+        step = whole if whole <= tokens else page_size
         tile_tokens = max(tokens // step, 1) * step
-        if tile_tokens % page_size:
-            tile_tokens = round_up(tile_tokens, page_size * LANES // layout.pack)
     block_seqs = min(num_seqs, MAX_SEQS)
     one = DecodeTiles(tile_tokens=tile_tokens, slots=1, block_seqs=block_seqs)
     in_flight = 2 * LATENCY_US * chip.hbm_gb_per_s * 1000

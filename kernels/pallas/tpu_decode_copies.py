@@ -10,10 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32
 
 from jaxattn.kernels.pallas.scalars import ceil_quotient
+from jaxattn.kernels.pallas.tiles import CLEARED
 from jaxattn.kernels.pallas.tpu_decode_shape import DecodeShape
 from jaxattn.kernels.pallas.words import Ref
 
-CLEARED = 8  # rows of a tile at a time: whole registers
 Scalar = Int32[Array, ""]
 
 

@@ -25,11 +25,11 @@ class DecodeShape:
     interpret: bool
 
     def __post_init__(self) -> None:
-        page_size, tokens = self.layout.page_size, self.tiles.tile_tokens
-        if not self.single and (tokens % page_size or tokens * self.layout.pack % LANES):
+        page_size = self.layout.page_size
+        if not self.single and self.tiles.tile_tokens % page_size:
             raise ValueError(
-                f"{self.tiles}: tiles that do not hold all of a window have a multiple of "
-                f"{page_size=} and of {LANES // self.layout.pack} tokens"
+                f"{self.tiles}: a tile that does not hold a whole window has a multiple of "
+                f"{page_size=} tokens"
             )
 
     @property

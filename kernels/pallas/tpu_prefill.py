@@ -31,7 +31,7 @@ from jaxattn.kernels.pallas.scalars import remainder
 from jaxattn.kernels.pallas.tiles import odd, round_up
 from jaxattn.kernels.pallas.tpu_prefill_copies import Copies
 from jaxattn.kernels.pallas.tpu_prefill_heads import load_heads_first, store_tokens_first
-from jaxattn.kernels.pallas.tpu_prefill_shape import LOG2_E, ONES, PrefillShape, PrefillTiles
+from jaxattn.kernels.pallas.tpu_prefill_shape import LOG2_E, ONES, PrefillShape
 from jaxattn.kernels.pallas.tpu_prefill_softmax import Sight, Softmax, Unit
 from jaxattn.kernels.pallas.tpu_prefill_tile import unpack_tile
 from jaxattn.kernels.pallas.tpu_prefill_work import Job, Work

@@ -5,28 +5,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.tiles import PrefillTiles
 
 LOG2_E = 1.4426950408889634
 ONES = 16  # rows of ones below the values: whole registers in bfloat16 too
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillTiles:
-    """Sizes of the prefill kernel.
-
-    `block_q`: queries whose tiles are walked together, a multiple of 128 (lanes). `blocks`:
-    consecutive blocks of a sequence that share a tile once it is fetched and unpacked.
-    `block_kv`: keys of a tile, a multiple of 128.
-    """
-
-    block_q: int = 128
-    blocks: int = 4
-    block_kv: int = 512
-
-    @property
-    def queries(self) -> int:
-        """Queries that travel together."""
-        return self.block_q * self.blocks
 
 
 @dataclass(frozen=True, kw_only=True)
