@@ -137,13 +137,13 @@ def markdown(results: list[Compiled]) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table(results))
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
+    pools = ", ".join(f"{length} ({model} on {chips})" for model, chips, length in SHAPES)
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "libtpu"))
     return (
         "# Whole Gemma 3 steps, compiled ahead of time\n\n"
         f"`python -m benchmarks.tpu_models --write`, {versions}. MB per chip, as the compiler "
         "counts them; page size 32, bfloat16.\nDecode: 16 sequences; prefill: 1024 new tokens; "
-        f"pools for 16 sequences of {', '.join(f'{length} ({m} on {n})' for m, n, length in SHAPES)}"
-        f" tokens.\nNothing was run.\n\n```\n{text}\n```\n"
+        f"pools for 16 sequences of {pools} tokens.\nNothing was run.\n\n```\n{text}\n```\n"
     )
 
 

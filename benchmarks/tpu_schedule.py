@@ -73,7 +73,7 @@ def cells() -> list[Cell]:
     out = []
     for layer in LAYERS:
         out += [Cell(WINDOWED, layer, page_size) for page_size in (16, 32)]
-        out.append(Cell(GLOBAL, layer, 16))
+        out += [Cell(GLOBAL, layer, page_size) for page_size in (16, 32)]
         if layer == LAYERS[0]:  # pages of 16 would need 2 MiB of scalar memory for the table
             out.append(Cell(GLOBAL, layer, 128, LONG_TABLE_TOKENS))
         out += [Cell(work, layer, 16) for work in (INTERIOR, EDGE, TILE)]
@@ -202,7 +202,7 @@ def row(cell: Cell, one: Pass, plain: Compiled, traced: Compiled) -> str:
         "bandwidth" if hbm >= full else "compute",
         _number(peer.bundles) if peer else "-",
         f"{peer.spills:,}" if peer else "-",
-        f"{bundles / peer.bundles:.2f}" if peer else "-",  # both of whole passes
+        f"{full / peer.bundles:.2f}" if peer else "-",
         f"{plain.temp_bytes / 2**20:.1f}",
     )
     return _line(columns)
