@@ -322,12 +322,12 @@ def _vmem(row: Capabilities, need: Need) -> Reason | None:
     )
     sizes = need.layout, need.num_q_heads, need.query_dtype
     needed = max(decode_vmem_bytes(*sizes, decode), prefill_vmem_bytes(*sizes, prefill))
-    if needed <= chip.vmem_bytes:
+    if needed <= chip.usable_vmem_bytes:
         return None
     return Reason(
         f"{needed / 2**20:.0f} MiB of VMEM for {need.num_q_heads} query heads and "
         f"{need.num_kv_heads} kv heads of {need.head_dim}",
-        f"{chip.vmem_bytes / 2**20:.0f} MiB on {chip.name}",
+        f"{chip.usable_vmem_bytes / 2**20:.0f} MiB on {chip.name}",
         "shard the heads over more chips, pass smaller tiles, or use backend='xla'",
     )
 

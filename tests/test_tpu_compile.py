@@ -144,3 +144,40 @@ def test_everything_at_once_and_one_model_compile(target):
 def test_what_is_not_refused_compiles(target):
     wanted, _ = cases(target)
     check_compiles(target, wanted)
+
+
+# (query heads, kv heads, head dim, query dtype, cache dtype, window): around what VMEM holds.
+LARGE = (
+    (16, 16, 256, "float32", "float32", 2048),
+    (64, 64, 128, "bfloat16", "bfloat16", 1024),
+    (64, 4, 256, "float32", "float32", 512),
+    (32, 32, 256, "bfloat16", "int8", 1024),
+    (128, 16, 128, "bfloat16", "bfloat16", None),
+    (40, 40, 128, "float32", "float32", 2500),
+    (96, 8, 256, "float32", "bfloat16", None),
+    (256, 16, 256, "bfloat16", "bfloat16", None),
+)
+LARGE_NAMES = (
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "query_dtype",
+    "kv_dtype",
+    "sliding_window",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CHIPS)
+def test_the_vmem_estimate_lets_through_only_what_compiles(target):
+    wanted = []
+    for sizes in LARGE:
+        options = dict(zip(LARGE_NAMES, sizes, strict=True))
+        reasons = supports(ROW, need(target, options))
+        if reasons:
+            assert "MiB of VMEM" in reasons[0].asked
+        else:
+            case = Case(str(sizes), "benchmarks.tpu_shapes:ragged_call", BASE | options)
+            wanted.append(case)
+    assert len(wanted) >= 6
+    check_compiles(target, wanted)

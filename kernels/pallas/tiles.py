@@ -24,6 +24,11 @@ class Chip:
     mxu_size: int  # rows and columns of its matrix unit
     float8: bool  # whether the compiler converts float8 here
 
+    @property
+    def usable_vmem_bytes(self) -> int:
+        """What a kernel may take: the compiler keeps some."""
+        return self.vmem_bytes * 15 // 16
+
 
 MIB = 2**20
 CHIPS = {

@@ -68,6 +68,9 @@ def ragged_paged_attention(
     slots = token_slots(
         kv_pages, tokens, kv_lens, page_indices, cu_q_lens, distribution, first_page
     )
+    # Lengths that lie would let copies run off their buffers: bounds are not checked on a chip.
+    kv_lens = jnp.maximum(kv_lens, cu_q_lens[1:] - cu_q_lens[:-1])
+    num_pages, page_size = page_array(kv_pages).shape[:2]
     scales = kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None
     if update_kv_cache:
         new_kv, scales = _new_tokens(layout, keys, values, slots, kv_pages)
@@ -86,7 +89,11 @@ def ragged_paged_attention(
     )
     sizes = q_heads, queries.dtype.name
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, layout.lane_tiles * LANES - head_dim)))
-    starts = _first_visible(kv_lens, sliding_window, image_spans if not bounded else None)
+    decode_lens = jnp.maximum(kv_lens, 1)
+    starts = _first_visible(decode_lens, sliding_window, None if bounded else image_spans)
+    if not bounded:
+        table_end = starts // page_size + page_indices.shape[1]
+        decode_lens = jnp.minimum(decode_lens, table_end * page_size)
     shape = DecodeShape(
         layout=layout,
         num_q_heads=q_heads,
@@ -108,11 +115,9 @@ def ragged_paged_attention(
         sinks,
         distribution[0],
         starts,
-        kv_lens,
-        _live_table(
-            page_indices, first_page, starts // layout.page_size, len(page_array(kv_pages)), shape
-        ),
-        _one_per_sequence(slots, len(kv_lens), len(page_array(kv_pages))),
+        decode_lens,
+        _live_table(page_indices, first_page, starts // page_size, num_pages, shape),
+        _one_per_sequence(slots, len(kv_lens), num_pages),
         shape=shape,
         interpret=interpret or False,
         vmem_limit_bytes=_limit(decode_vmem_bytes(layout, *sizes, decode_tiles), chip),
@@ -146,7 +151,7 @@ def ragged_paged_attention(
 
 def _limit(needed: int, chip: Chip) -> int:
     """Half as much again as counted, for what the compiler adds; at least its own default."""
-    return min(max(needed * 3 // 2, 32 * 2**20), chip.vmem_bytes * 15 // 16)
+    return min(max(needed * 3 // 2, 32 * 2**20), chip.usable_vmem_bytes)
 
 
 def _new_tokens(
