@@ -161,6 +161,8 @@ def ragged_paged_attention(
     for name, flag in (("causal", causal), ("update_kv_cache", update_kv_cache)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: expected True or False")
+    if tiles is not None and not isinstance(tiles, Tiles):
+        raise TypeError(f"{tiles=}: expected jaxattn.kernels.pallas.tiles.Tiles(decode=, prefill=)")
     if image_rule not in get_args(ImageRule):
         raise ValueError(f"{image_rule=}: use one of {get_args(ImageRule)}")
     if image_spans is not None and image_rule == "none":

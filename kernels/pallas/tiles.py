@@ -110,6 +110,10 @@ class DecodeTiles:
     slots: int
     block_seqs: int
 
+    def __post_init__(self) -> None:
+        if self.tile_tokens < 1 or self.block_seqs < 1 or self.slots < 2:
+            raise ValueError(f"{self}: expected at least 1 token, 1 sequence and 2 slots")
+
     def columns(self, layout: KVLayout) -> int:
         """Tokens that a tile has room for: whole registers of scores, and whole pages of scales."""
         if not layout.is_quantized:
@@ -139,6 +143,10 @@ class PrefillTiles:
     block_q: int = 128
     blocks: int = 4
     block_kv: int = 512
+
+    def __post_init__(self) -> None:
+        if min(self.block_q, self.blocks, self.block_kv) < 1:
+            raise ValueError(f"{self}: expected sizes of at least 1")
 
     @property
     def queries(self) -> int:
@@ -184,7 +192,7 @@ def decode_tiles(
         step = whole if whole <= tokens else page_size
         tile_tokens = max(tokens // step, 1) * step
     block_seqs = min(num_seqs, MAX_SEQS)
-    one = DecodeTiles(tile_tokens=tile_tokens, slots=1, block_seqs=block_seqs)
+    one = DecodeTiles(tile_tokens=tile_tokens, slots=2, block_seqs=block_seqs)
     in_flight = 2 * LATENCY_US * chip.hbm_gb_per_s * 1000
     slots = 2 + int(in_flight // (tile_tokens * layout.rows * LANES * 4))
     most = max(3, budget // one.slot_bytes(layout))

@@ -28,6 +28,11 @@ class PrefillShape:
     tiles: PrefillTiles
     interpret: bool
 
+    def __post_init__(self) -> None:
+        sizes = self.tiles.block_q, self.tiles.block_kv
+        if not self.interpret and any(size % LANES for size in sizes):
+            raise ValueError(f"{self.tiles}: block_q and block_kv are multiples of {LANES}")
+
     @property
     def compute_dtype(self) -> jnp.dtype:
         """bfloat16 if queries are, and pages are not wider."""
