@@ -1,6 +1,7 @@
 """Layers of one plan: the mask is the layer's, only the pages are the group's."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,22 @@ from jaxattn import (
     attend,
     group_layers,
 )
-from tests.attention_cases import SCALE, bits, expected, live_only, make_case, usable_rows
+from jaxattn.registry import CAPABILITIES
+from tests.attention_cases import (
+    SCALE,
+    UNOPTIMIZED,
+    bits,
+    cells,
+    expected,
+    interpreted,
+    live_only,
+    make_case,
+    usable_rows,
+)
 
 WINDOW, PAGE_SIZE = 11, 8
 LENGTHS = ((1, 37), (9, 9), (6, 50), (12, 12))
-STORE = StoreSpec(page_size=PAGE_SIZE, num_kv_heads=1, head_dim=8, dtype="float32")
+HEAD_DIM = 64  # which every backend claims
 
 
 def layer(name, window, share=None, **mask):
@@ -30,7 +42,7 @@ def layer(name, window, share=None, **mask):
         num_q_heads=2,
         scale=SCALE,
         mask=MaskSpec(sliding_window=window, **mask),
-        store=STORE,
+        store=StoreSpec(page_size=PAGE_SIZE, num_kv_heads=1, head_dim=HEAD_DIM, dtype="float32"),
         share_kv_from=share,
     )
 
@@ -41,10 +53,8 @@ LOCAL, GLOBAL, OTHER = LAYERS
 
 def case_of(name):
     """A case of this layer's own keys and values, on the same pages as every other layer's."""
-    case = make_case(LENGTHS, page_size=PAGE_SIZE, decode=1, tokens=32, seqs=6, width=8)
-    other = make_case(
-        LENGTHS, page_size=PAGE_SIZE, decode=1, tokens=32, seqs=6, width=8, seed=len(name)
-    )
+    shape = dict(page_size=PAGE_SIZE, head_dim=HEAD_DIM, decode=1, tokens=32, seqs=6, width=8)
+    case, other = make_case(LENGTHS, **shape), make_case(LENGTHS, **shape, seed=len(name))
     pool = np.zeros_like(case.pool)
     for sequence, (q_len, kv_len) in enumerate(LENGTHS):
         for position in range(kv_len - q_len):
@@ -66,6 +76,7 @@ def table_of(case):
 
 def step(plan, tables, row, layers, **options):
     """All layers' outputs and the cache, in one jitted step."""
+    options |= interpreted(row.backend, PAGE_SIZE)
     case = CASES["local"]
     batch = RaggedBatch(
         *map(jnp.asarray, (case.kv_lens, case.cu_q_lens, case.distribution)), tables
@@ -74,7 +85,7 @@ def step(plan, tables, row, layers, **options):
         {name: CASES[name].pages() for group in plan.groups for name in group.layers}
     )
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=UNOPTIMIZED if "interpret" in options else None)
     def forward(cache, batch):
         outputs = {}
         for each in layers:
@@ -94,8 +105,15 @@ def check(out, name, window):
     )
 
 
-@pytest.mark.parametrize("layers", [LAYERS, LAYERS[::-1]], ids=["windowed first", "global first"])
-@pytest.mark.parametrize("row", usable_rows())
+@pytest.mark.parametrize(
+    ("row", "layers"),
+    cells(
+        lambda row: [
+            ("windowed first", LAYERS, False),
+            ("global first", LAYERS[::-1], row.interpreter),
+        ]
+    ),
+)
 def test_layers_of_one_group_keep_their_own_windows(row, layers):
     """Windowed and global layers share one table (hybrid off), whichever comes first."""
     plan = group_layers(layers, hybrid=False, max_len=64)
@@ -119,11 +137,12 @@ def test_storage_does_not_change_outputs(row):
         for group in on.groups
     )
     assert tables[0].page_indices.shape[1] < full.table.shape[1]
-    outputs_off, _ = step(off, (table_of(full),), row, LAYERS)
     outputs_on, _ = step(on, tables, row, LAYERS)
     for each in LAYERS:
         check(outputs_on[each.name], each.name, each.mask.sliding_window)
-        if row.backend == "xla":  # walks blocks of absolute positions, whatever the table holds
+    if row.backend == "xla":  # walks blocks of absolute positions, whatever the table holds
+        outputs_off, _ = step(off, (table_of(full),), row, LAYERS)
+        for each in LAYERS:
             assert np.array_equal(bits(outputs_on[each.name]), bits(outputs_off[each.name]))
 
 
@@ -166,10 +185,8 @@ def test_every_mask_attribute_reaches_the_kernel(rule):
     sinks = jnp.array([1.0, -0.5])
     each = layer("local", 5, soft_cap=0.7, sinks=True, image_rule=rule)
     plan = group_layers([each], max_len=64)
-    row = usable_rows()[0].values[0]
-    outputs, _ = step(
-        plan, (table_of(CASES["local"]),), row, [each], sinks=sinks, image_spans=jnp.asarray(spans)
-    )
+    tables, options = (table_of(CASES["local"]),), {"image_spans": jnp.asarray(spans)}
+    outputs, _ = step(plan, tables, CAPABILITIES["xla"], [each], sinks=sinks, **options)
     case = CASES["local"] if rule == "none" else replace(CASES["local"], image_spans=spans)
     expect = expected(case, sliding_window=5, soft_cap=0.7, sinks=sinks, image_rule=rule)
     np.testing.assert_allclose(outputs["local"], expect, atol=2e-5, rtol=2e-5)

@@ -151,7 +151,7 @@ def test_sampling_options_arrive(option, value, name, monkeypatch):
         (["--top-p", "2"], "top_p=2.0: expected above 0 and at most 1"),
         (["--temperature", "nan"], "temperature=nan"),
         (["--backend", "cuda"], "backend='cuda': the backends are"),
-        (["--backend", "pallas_tpu"], "pallas_tpu: backend='pallas_tpu': supported: not yet"),
+        (["--backend", "pallas_tpu"], "pallas_tpu: on cpu (cpu): supported: platform tpu"),
         (["--max-model-len", "5"], "leaves room for 4 and one new token: shorten the prompt"),
         (["--max-model-len", "100000"], "the model's positions end at 4096"),
         (["--stop", ""], "expected non-empty strings"),

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels.layout import page_array
-from jaxattn.registry import ANY
+from jaxattn.registry import ANY, CAPABILITIES
 from tests.attention_cases import (
+    LARGE_TILES,
     bits,
+    cells,
     expected,
     expected_pool,
     laid_out,
@@ -19,12 +21,15 @@ from tests.attention_cases import (
     make_case,
     poisoned,
     run,
+    runs_here,
+    takes,
     tolerance,
     usable_rows,
     with_images,
     written,
 )
 
+SLOW = True  # in an interpreter, see `cells`
 WINDOW = 11  # no page size divides it, nor the other way round
 # Decode, a single token, a sequence of none with and without a past, chunks past three windows.
 MIXED = ((1, 37), (1, 1), (1, 16), (9, 9), (0, 0), (6, 50), (0, 21), (1, 8), (12, 12))
@@ -49,6 +54,9 @@ def base(row):
 def mixed(row, lengths=MIXED, decode=3, **geometry):
     """A batch in one common shape, with a table wider than any sequence needs."""
     geometry = base(row) | geometry
+    if jnp.dtype(geometry["kv_dtype"]).itemsize == 1:
+        step = row.quantized_page_multiple
+        geometry["page_size"] = -(-geometry["page_size"] // step) * step
     width = -(-50 // geometry["page_size"]) + 3
     return make_case(lengths, decode=decode, tokens=40, seqs=11, width=width, **geometry)
 
@@ -63,13 +71,32 @@ def within(limits, *values):
 def claimed_geometries(row):
     """Every claimed head_dim, page size, ratio and pair of dtypes, one at a time."""
     for head_dim in row.head_dims or (8, 40):
-        yield f"head_dim {head_dim}", {"head_dim": head_dim}
+        yield f"head_dim {head_dim}", {"head_dim": head_dim}, WINDOW, SLOW
     for page_size in within(row.page_sizes, 1, 8, 16, 40):
-        yield f"page_size {page_size}", {"page_size": page_size}
+        yield f"page_size {page_size}", {"page_size": page_size}, WINDOW, SLOW
     for ratio in within(row.q_heads_per_kv_head, 1, 3, 40):
-        yield f"ratio {ratio}", {"ratio": ratio, "kv_heads": 2}
-    for query_dtype, kv_dtype in product(row.query_dtypes, row.kv_dtypes):
-        yield f"{query_dtype} on {kv_dtype}", {"query_dtype": query_dtype, "kv_dtype": kv_dtype}
+        yield f"ratio {ratio}", {"ratio": ratio, "kv_heads": 2}, WINDOW, SLOW
+    pairs = list(product(row.query_dtypes, row.kv_dtypes))
+    for query_dtype, kv_dtype in pairs:
+        geometry = {"query_dtype": query_dtype, "kv_dtype": kv_dtype}
+        yield f"{query_dtype} on {kv_dtype}", geometry, WINDOW, SLOW
+    if runs_here(row):
+        return
+    # Compiled slowly, and windowed decode is a kernel of its own: all that at once.
+    ratios = within(row.q_heads_per_kv_head, 1, 3, 8)
+    sizes = within(row.page_sizes, 8, 40)
+    for index, (query_dtype, kv_dtype) in enumerate(pairs):
+        geometry = {
+            "head_dim": row.head_dims[index % len(row.head_dims)],
+            "page_size": sizes[index % len(sizes)],
+            "ratio": ratios[index % len(ratios)],
+            "kv_heads": 4 - index % 4,
+            "query_dtype": query_dtype,
+            "kv_dtype": kv_dtype,
+        }
+        name = " ".join(map(str, geometry.values()))
+        for window in (WINDOW, None):
+            yield f"{name} {window}", geometry, window, (window is None) == (index % 2 == 0)
 
 
 def claimed_features(row):
@@ -92,12 +119,26 @@ def claimed_features(row):
     yield "everything", everything, images
 
 
-def cells(generate):
-    return [
-        pytest.param(param.values[0], *rest, id=f"{param.id}-{name}", marks=param.marks)
-        for param in usable_rows()
-        for name, *rest in generate(param.values[0])
-    ]
+def features_and_windows(row):
+    """Those without a window too, where it matters."""
+    for name, features, images in claimed_features(row):
+        windows = [WINDOW] if row.sliding_window else []
+        if not windows or not {"causal", "soft_cap"}.isdisjoint(features):  # and "everything"
+            windows.append(None)
+        for window in windows:
+            yield f"{name} {window}", features, images, window, not window and name != "everything"
+
+
+def page_sizes(*cases):
+    """A generator for `cells`: those of the cases (page_size, ...) that the row claims."""
+
+    def claimed(row):
+        for case in cases:
+            values = [value for value in case if value is not SLOW]
+            if values[0] in within(row.page_sizes, values[0]):
+                yield "-".join(map(str, values)), *values, SLOW in case
+
+    return claimed
 
 
 def check(case, out, atol, **mask):
@@ -118,13 +159,29 @@ def check_pool(case, pages):
         assert not pages.scales[0].any()
 
 
-@pytest.mark.parametrize(("row", "geometry"), cells(claimed_geometries))
-def test_claimed_geometry(row, geometry):
+@pytest.mark.parametrize(("row", "geometry", "window"), cells(claimed_geometries))
+def test_claimed_geometry(row, geometry, window):
+    window = window if row.sliding_window else None
     case = mixed(row, **geometry)
-    window = WINDOW if row.sliding_window else None
     out, pages = run(case, row.backend, sliding_window=window)
     chosen = base(row) | geometry
     check(case, out, tolerance(chosen["query_dtype"], chosen["kv_dtype"]), sliding_window=window)
+    check_pool(case, pages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("head_dim", CAPABILITIES["pallas_tpu"].head_dims)
+def test_every_layout(head_dim, kv_heads, kv_dtype, window):
+    """How heads, keys and values share words differs with all three."""
+    row = CAPABILITIES["pallas_tpu"]
+    query_dtype = "float32" if kv_dtype == "float32" else "bfloat16"
+    geometry = {"head_dim": head_dim, "kv_heads": kv_heads}
+    case = mixed(row, query_dtype=query_dtype, kv_dtype=kv_dtype, **geometry)
+    out, pages = run(case, row.backend, sliding_window=window)
+    check(case, out, tolerance(query_dtype, kv_dtype), sliding_window=window)
     check_pool(case, pages)
 
 
@@ -138,16 +195,12 @@ def test_claimed_window(row, window):
     check(case, out, 2e-5, sliding_window=window)
 
 
-@pytest.mark.parametrize(("row", "features", "images"), cells(claimed_features))
-def test_claimed_feature(row, features, images):
+@pytest.mark.parametrize(("row", "features", "images", "window"), cells(features_and_windows))
+def test_claimed_feature(row, features, images, window):
     case = mixed(row, kv_heads=2, **({"ratio": 2} if "sinks" in features else {}))
     case = with_images(case, IMAGES) if images else case
-    windows = [WINDOW] if row.sliding_window else []
-    if not windows or not {"causal", "soft_cap"}.isdisjoint(features):  # and "everything"
-        windows.append(None)
-    for window in windows:
-        out, _ = run(case, row.backend, sliding_window=window, **features)
-        check(case, out, 2e-5, sliding_window=window, **features)
+    out, _ = run(case, row.backend, sliding_window=window, **features)
+    check(case, out, 2e-5, sliding_window=window, **features)
 
 
 @pytest.mark.parametrize("row", usable_rows())
@@ -161,13 +214,14 @@ def test_features_change_the_output(row):
         assert np.abs(out - plain).max() > 1e-2, name
 
 
-@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("window", [WINDOW, 200, None])
 @pytest.mark.parametrize("row", usable_rows())
 def test_long_sequences(row, window):
     """Several query blocks and several key blocks a sequence, with every edge off a multiple."""
     lengths = ((1, 700), (1, 257), (140, 140), (131, 530), (7, 300))
     case = make_case(lengths, decode=2, tokens=300, **base(row))
-    out, pages = run(case, row.backend, sliding_window=window)
+    options = {} if runs_here(row) else {"tiles": LARGE_TILES}
+    out, pages = run(case, row.backend, sliding_window=window, **options)
     check(case, out, 2e-5, sliding_window=window)
     check_pool(case, pages)
 
@@ -189,7 +243,7 @@ def test_distribution_only_hints(row):
     some = mixed(row, [(1, 37), (1, 1), (2, 16), (3, 50)])
     for case, most in ((everyone, 4), (some, 2)):
         for decode in range(most + 1):
-            for prefill in range(decode, 5):
+            for prefill in range(decode, 5) if runs_here(row) else (decode, 4):
                 hint = np.array([decode, prefill, 4], np.int32)
                 out, _ = run(replace(case, distribution=hint), row.backend, sliding_window=WINDOW)
                 check(case, out, 2e-5, sliding_window=WINDOW)
@@ -217,15 +271,15 @@ def test_an_empty_step(row):
 
 
 @pytest.mark.parametrize("window", [5, None])
-@pytest.mark.parametrize("row", usable_rows())
-def test_chunks_equal_one_shot(row, window):
+@pytest.mark.parametrize(("row", "take"), cells(takes))
+def test_chunks_equal_one_shot(row, take, window):
     """Chunk sizes 1 to 3 W; the pages travel from chunk to chunk."""
     length = 31
     whole = make_case([(length, length)], tokens=32, **base(row))
     expect = expected(whole, sliding_window=window)[:length]
     filled = laid_out(*expected_pool(whole))
     empty = replace(whole, pool=np.zeros_like(whole.pool)).pages()
-    for chunk in range(1, 16):
+    for chunk in take(range(1, 16), 3):
         pages, rows = empty, []
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
@@ -247,17 +301,18 @@ def test_chunks_equal_one_shot(row, window):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "kv_dtype"),
-    [
-        (1, "float32"),
-        (8, "float32"),
-        (40, "float32"),
-        (8, "bfloat16"),
-        (8, "int8"),
-        (40, "float8_e4m3fn"),
-    ],
+    ("row", "page_size", "kv_dtype"),
+    cells(
+        page_sizes(
+            (1, "float32"),
+            (8, "float32"),
+            (40, "float32", SLOW),
+            (8, "bfloat16"),
+            (8, "int8"),
+            (40, "float8_e4m3fn", SLOW),
+        )
+    ),
 )
-@pytest.mark.parametrize("row", usable_rows())
 def test_dead_pages_and_stale_ids_do_not_matter(row, page_size, kv_dtype):
     """NaN in all that is dead and garbage in every dead column: equal to the bit."""
     case = mixed(row, page_size=page_size, kv_dtype=kv_dtype)
@@ -296,10 +351,10 @@ def test_new_tokens_without_a_page_are_dropped(row, kv_dtype):
     case = mixed(row, page_size=8, kv_dtype=kv_dtype)
     table = case.table.copy()
     num_pages = len(case.pool)
-    table[0, 36 // 8] = num_pages
+    table[0, 36 // case.page_size] = num_pages
     table[1, 0] = -1
     table[3, 0], table[3, 1] = 0, 2**31 - 1
-    table[5, 49 // 8] = -num_pages  # would wrap around to page 0
+    table[5, 49 // case.page_size] = -num_pages  # would wrap around to page 0
     # Columns 1 to 5 only: page 0 of a sequence is before the table, column 6 is behind it.
     columns = replace(case, table=case.table[:, 1:6], first_page=np.ones(len(table), np.int32))
     for changed in (replace(case, table=table), columns):
@@ -322,8 +377,7 @@ def test_reading_only_writes_nothing(row, kv_dtype):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16])
-@pytest.mark.parametrize("row", usable_rows())
+@pytest.mark.parametrize(("row", "page_size"), cells(page_sizes((1,), (8,), (16, SLOW))))
 def test_tables_of_live_pages_only(row, page_size):
     if not row.first_page:
         pytest.skip("not claimed")
@@ -349,4 +403,5 @@ def test_image_of_the_next_sequence_keeps_dead_pages_dead(row):
 
 
 def test_every_usable_row_is_run():
-    assert {"xla", "reference"} <= {param.id for param in usable_rows()}
+    assert not any(mark.args[0] for param in usable_rows() for mark in param.marks)
+    assert {"pallas_tpu", "xla", "reference"} <= {param.id for param in usable_rows()}

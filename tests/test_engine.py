@@ -12,7 +12,7 @@ from jaxattn.cache.plan import group_layers
 from jaxattn.cache.state import init_cache
 from jaxattn.engine.engine import token_buckets
 from jaxattn.models.gemma3.model import layer_specs
-from jaxattn.registry import UnsupportedAttentionError
+from jaxattn.registry import UnsupportedAttentionError, select
 from jaxattn.sampling import SamplingParams
 from tests import tiny_model
 from tests.tiny_model import VOCAB, WINDOW, PlainText
@@ -329,7 +329,11 @@ def test_wrong_prompts(engine, prompt, message):
         ({"kv_dtype": "int4"}, ValueError, "dtype='int4': a cache stores one of"),
         ({"kv_dtype": "float16"}, UnsupportedAttentionError, "cache dtype=float16"),
         ({"backend": "cuda"}, ValueError, "backend='cuda': the backends are"),
-        ({"backend": "pallas_tpu"}, UnsupportedAttentionError, "pallas_tpu.*not yet"),
+        (
+            {"backend": "pallas_tpu"},
+            UnsupportedAttentionError,
+            r"pallas_tpu: on cpu \(cpu\): supported: platform tpu",
+        ),
         ({"backend": "pallas_gpu"}, UnsupportedAttentionError, "pallas_gpu.*not yet"),
     ],
 )
@@ -337,6 +341,22 @@ def test_wrong_options_are_refused_at_construction(options, error, message, monk
     monkeypatch.setattr("jaxattn.engine.engine.Runner", None)  # before anything is allocated
     with pytest.raises(error, match=message):
         tiny_model.engine(TINY, **options)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_what_is_checked_at_construction_is_what_is_asked_while_tracing(hybrid, monkeypatch):
+    """The largest step asks for exactly the needs that `plan_engine` checked."""
+    planned, asked = [], []
+
+    def keep(needs):
+        return lambda need, backend: needs.append(need) or select(need, backend)
+
+    monkeypatch.setattr("jaxattn.engine.engine.select", keep(planned))
+    monkeypatch.setattr("jaxattn.attention.select", keep(asked))
+    tiny = tiny_model.engine(TINY, hybrid_kv_cache=hybrid)
+    tiny.add([65] * 30, SamplingParams(max_tokens=1), seed=0, stream=PlainText())
+    tiny.step()
+    assert planned == asked
 
 
 def test_the_pools_are_of_the_planned_bytes(engine):

@@ -312,7 +312,11 @@ def test_unknown_keywords(llm, gguf_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"backend": "pallas_tpu"}, UnsupportedAttentionError, "pallas_tpu.*not yet"),
+        (
+            {"backend": "pallas_tpu"},
+            UnsupportedAttentionError,
+            r"pallas_tpu: on cpu \(cpu\): supported: platform tpu",
+        ),
         ({"backend": "cuda"}, ValueError, "backend='cuda': the backends are"),
         ({"page_size": -1}, ValueError, "page_size=-1"),
         ({"max_model_len": 5000}, ValueError, "max_model_len=5000: .*positions end at 4096"),

@@ -10,19 +10,55 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.attention_cases import bits, make_case, run, sees, usable_rows, with_images
+from tests.attention_cases import (
+    LARGE_TILES,
+    bits,
+    cells,
+    make_case,
+    run,
+    runs_here,
+    sees,
+    takes,
+    usable_rows,
+    with_images,
+)
 
 WINDOW = 11  # a multiple of none of the page sizes
 PAGE_SIZES = (4, 16, 40)
 TOKENS, WIDTH_TOKENS = 64, 80
-LOUD = 40.0  # with queries of ones over 8 dims and scale 0.4: a score of 128 among scores below 8
+# With queries of ones and scale 0.4: a score of 128 among scores below 20.
+LOUD = 320.0
 VALUE = 77.0
 
 rows = pytest.mark.parametrize("row", usable_rows())
-page_sizes = pytest.mark.parametrize("page_size", PAGE_SIZES)
 
 
-def make(lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TOKENS):
+def page_sizes_of(row):
+    """The page sizes that a row is tested with, and how many values of each list."""
+    for name, take, slow in takes(row):
+        for page_size in PAGE_SIZES if runs_here(row) else (8, 40):
+            yield f"{name}{page_size}", page_size, take, slow
+
+
+page_sizes = pytest.mark.parametrize(("row", "page_size", "take"), cells(page_sizes_of))
+
+
+def each_with(row, choices, slow_choices=()):
+    """Parameters of `choices`, of which an interpreter leaves `slow_choices` out by default."""
+    for name, take, slow in takes(row):
+        for choice in choices:
+            yield f"{name}{choice}", choice, take, slow or choice in slow_choices
+
+
+def with_page_sizes(row, choices, slow_choices=()):
+    """Those of each page size; an interpreter leaves all page sizes but 8 out by default."""
+    for name, page_size, take, slow in page_sizes_of(row):
+        for choice in choices:
+            is_slow = slow or page_size != 8 or choice in slow_choices
+            yield f"{name} {choice}", page_size, choice, take, is_slow
+
+
+def make(row, lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TOKENS):
     """A case in one common shape whose queries are all ones."""
     case = make_case(
         lengths,
@@ -33,7 +69,7 @@ def make(lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TOKENS)
         width=width_tokens // page_size + 1,
         num_pages=400,
         ratio=1,
-        head_dim=8,
+        head_dim=min(row.head_dims or (8,)),
     )
     return replace(case, queries=np.ones_like(case.queries))
 
@@ -41,17 +77,18 @@ def make(lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TOKENS)
 def plant(case, positions):
     """The same case with a loud key at one position of each sequence (where it has it)."""
     pool, keys, values = case.pool.copy(), case.keys.copy(), case.values.copy()
+    loud = LOUD / pool.shape[-1]
     for sequence, position in enumerate(positions):
         q_len, kv_len = case.lengths[sequence]
         if not 0 <= position < kv_len:
             continue
         if position < kv_len - q_len:
             page = case.table[sequence, position // case.page_size]
-            pool[page, position % case.page_size, 0] = LOUD
+            pool[page, position % case.page_size, 0] = loud
             pool[page, position % case.page_size, 1] = VALUE
         else:
             row = case.rows(sequence).start + position - (kv_len - q_len)
-            keys[row], values[row] = LOUD, VALUE
+            keys[row], values[row] = loud, VALUE
     return replace(case, pool=pool, keys=keys, values=values)
 
 
@@ -77,38 +114,35 @@ def edges(page_size, kv_len):
     return sorted(p for p in around | {kv_len - 1} if 0 <= p < kv_len)
 
 
-@rows
 @page_sizes
-def test_prefill(row, page_size):
-    case = make([(60, 60)], page_size)
+def test_prefill(row, page_size, take):
+    case = make(row, [(60, 60)], page_size)
     clean, _ = run(case, row.backend, sliding_window=WINDOW)
-    for edge in edges(page_size, 60):
+    for edge in take(edges(page_size, 60), 4):
         # The key at an edge, and the keys which the query at an edge just sees and just misses.
         for position in {edge, edge - WINDOW, edge - WINDOW + 1}:
             check(row, case, clean, [position], sliding_window=WINDOW)
 
 
-@rows
 @page_sizes
-def test_chunk(row, page_size):
+def test_chunk(row, page_size, take):
     """Chunks that start and end on, before and after a page edge, in one batch."""
     ends = [page_size + side for side in (-1, 0, 1)] + [WINDOW + 2, 37, 48, 59, 60]
     lengths = [(min(7, end), end) for end in ends]
-    case = make(lengths, page_size)
+    case = make(row, lengths, page_size)
     clean, _ = run(case, row.backend, sliding_window=WINDOW)
     for side in (0, 1):  # q - W must not be seen, q - W + 1 must be
         for of_first in (True, False):
             queries = [end - q_len if of_first else end - 1 for q_len, end in lengths]
             positions = [query - WINDOW + side for query in queries]
             check(row, case, clean, positions, sliding_window=WINDOW)
-    for back in range(1, 20):
+    for back in take(range(1, 20), 4):
         check(row, case, clean, [end - back for end in ends], sliding_window=WINDOW)
 
 
-@rows
 @page_sizes
 @pytest.mark.parametrize("decode", [0, 16], ids=["as prefill", "as decode"])
-def test_decode(row, page_size, decode):
+def test_decode(row, page_size, take, decode):
     """Sixteen queries at once: around the page edges, and around the window's own length."""
     queries = [
         *(page_size + side for side in (-1, 0, 1)),
@@ -117,19 +151,20 @@ def test_decode(row, page_size, decode):
         *(2 * page_size - 1, 2 * page_size - 2, 0, 1, 33, 64),
     ]
     queries = [min(query, WIDTH_TOKENS - 1) for query in queries]
-    case = make([(1, query + 1) for query in queries], page_size, decode=decode)
+    case = make(row, [(1, query + 1) for query in queries], page_size, decode=decode)
     clean, _ = run(case, row.backend, sliding_window=WINDOW)
-    for distance in (WINDOW, WINDOW - 1, WINDOW + 1, 1, 0):
+    for distance in take((WINDOW, 1, WINDOW - 1, WINDOW + 1, 0), 3):
         positions = [query - distance for query in queries]
         check(row, case, clean, positions, sliding_window=WINDOW)
 
 
-@rows
-@pytest.mark.parametrize("window", [1, 2, 16, 17])
-def test_windows_on_page_edges(row, window):
-    case = make([(30, 60), (20, 20)], 16)
+@pytest.mark.parametrize(
+    ("row", "window", "take"), cells(lambda row: each_with(row, (1, 2, 16, 17), (2, 17)))
+)
+def test_windows_on_page_edges(row, window, take):
+    case = make(row, [(30, 60), (20, 20)], 16)
     clean, _ = run(case, row.backend, sliding_window=window)
-    for query in range(30, 60, 3):
+    for query in take(range(30, 60, 3), 3):
         for distance in (window, window - 1):
             positions = [query - distance, query - 40 - distance]
             check(row, case, clean, positions, sliding_window=window)
@@ -137,53 +172,59 @@ def test_windows_on_page_edges(row, window):
 
 @rows
 def test_no_window_sees_the_first_key(row):
-    case = make([(1, 80), (7, 41), (20, 20)], 16, decode=1)
+    case = make(row, [(1, 80), (7, 41), (20, 20)], 16, decode=1)
     clean, _ = run(case, row.backend, sliding_window=None)
     for positions in ([0, 0, 0], [79, 40, 19], [1, 34, 7]):
         check(row, case, clean, positions, sliding_window=None)
 
 
-@rows
-@page_sizes
-@pytest.mark.parametrize("window", [WINDOW, None])
-def test_not_causal_sees_both_sides(row, page_size, window):
+@pytest.mark.parametrize(
+    ("row", "page_size", "window", "take"),
+    cells(lambda row: with_page_sizes(row, (WINDOW, None), (None,))),
+)
+def test_not_causal_sees_both_sides(row, page_size, window, take):
     if not row.non_causal:
         pytest.skip("not claimed")
     options = {"sliding_window": window, "causal": False}
-    case = make([(44, 44), (9, 60)], page_size)
+    case = make(row, [(44, 44), (9, 60)], page_size)
     clean, _ = run(case, row.backend, **options)
-    for position in edges(page_size, 44):
+    for position in take(edges(page_size, 44), 2):
         for distance in (0, WINDOW, WINDOW - 1, 1 - WINDOW, -WINDOW):
             check(row, case, clean, [position + distance, 50 + distance], **options)
 
 
-@rows
-@page_sizes
-@pytest.mark.parametrize("rule", ["clamp", "extend"])
-def test_image_edges(row, page_size, rule):
+@pytest.mark.parametrize(
+    ("row", "page_size", "rule", "take"),
+    cells(lambda row: with_page_sizes(row, ("clamp", "extend"))),
+)
+def test_image_edges(row, page_size, rule, take):
     """An image longer than the window, its edges off the page edges; and text around it."""
     if rule not in row.image_rules:
         pytest.skip("not claimed")
     options = {"sliding_window": WINDOW, "image_rule": rule}
     start, end = 14, 33
-    case = make([(40, 40), (23, 50)], page_size)
+    case = make(row, [(40, 40), (23, 50)], page_size)
     case = with_images(case, {0: [(start, end)], 1: [(29, 45)]})
     clean, _ = run(case, row.backend, **options)
     keys = {start - 1, start, start + 1, end - 1, end, end - WINDOW, end - WINDOW - 1}
     keys |= {start - WINDOW, start - WINDOW + 1, end + 1, 0, 39}
-    for key in sorted(keys):
+    for key in take(sorted(keys), 6):
         check(row, case, clean, [key, key + 12], **options)
 
 
-@rows
-@pytest.mark.parametrize("causal", [True, False])
-def test_block_edges(row, causal):
+@pytest.mark.parametrize(
+    ("row", "causal", "take"), cells(lambda row: each_with(row, (True, False), (False,)))
+)
+def test_block_edges(row, causal, take):
     """A chunk of more than 128 queries, over more than 256 keys: `xla` works in such blocks."""
     if not (causal or row.non_causal):
         pytest.skip("not claimed")
     options = {"sliding_window": WINDOW, "causal": causal}
-    case = make([(140, 300)], 16, tokens=140, width_tokens=300)
+    case = make(row, [(140, 300)], 16, tokens=140, width_tokens=300)
+    if not runs_here(row):  # 64 queries, 128 keys
+        options["tiles"] = LARGE_TILES
     clean, _ = run(case, row.backend, **options)
-    for query in (160, 287, 288, 299, 255, 256):  # ends of the chunk, of 128 queries, of 256 keys
+    queries = (160, 287, 288, 299, 255, 256)  # ends of the chunk, of 128 queries, of 256 keys
+    for query in take(queries, 2):
         for distance in (0, WINDOW - 1, WINDOW, 1 - WINDOW, -WINDOW):
             check(row, case, clean, [query - distance], **options)

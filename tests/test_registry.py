@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from jaxattn import (
     Target,
@@ -22,13 +22,16 @@ from jaxattn import (
     registry,
     support_table,
 )
+from jaxattn.kernels.pallas.tiles import CHIPS, SMEM_ENTRIES, DecodeTiles, Tiles
+from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
 from jaxattn.registry import ANY, AUTOMATIC, CAPABILITIES, Need, select, supports
-from tests.attention_cases import usable_rows
+from tests.attention_cases import UNOPTIMIZED, cells, interpreted, runs_here, usable_rows
 
 CPU = Target("cpu", "cpu")
 T4 = Target("gpu", "Tesla T4", (7, 5))
 H100 = Target("gpu", "NVIDIA H100", (9, 0))
-XLA = CAPABILITIES["xla"]
+V6E = Target.tpu("v6e")
+XLA, PALLAS_TPU = CAPABILITIES["xla"], CAPABILITIES["pallas_tpu"]
 NEED = Need(
     target=CPU,
     sliding_window=11,
@@ -44,7 +47,20 @@ NEED = Need(
     kv_dtype="float32",
     first_page=False,
     update_kv_cache=True,
+    table_entries=12,
+    interpret=False,
+    tiles=None,
 )
+ON_TPU = replace(NEED, target=V6E, head_dim=128)
+SMALL_TILES = Tiles(decode=DecodeTiles(tile_tokens=64, slots=3, block_seqs=2))
+HUGE_TILES = Tiles(prefill=PrefillTiles(blocks=64, block_kv=4096))
+
+
+def inside(row):
+    """A need that is inside the row's claims."""
+    need = ON_TPU if row.backend == "pallas_tpu" else NEED
+    assert row.missing or supports(row, need) == ()
+    return need
 
 
 def shape(dims, dtype="float32"):
@@ -67,7 +83,7 @@ def arguments(need=NEED):
         "values": new,
         "kv_pages": pages,
         "kv_lens": shape((3,), "int32"),
-        "page_indices": shape((3, 4), "int32"),
+        "page_indices": shape((3, need.table_entries // 3), "int32"),
         "cu_q_lens": shape((4,), "int32"),
         "distribution": shape((3,), "int32"),
     }
@@ -85,6 +101,8 @@ def arguments(need=NEED):
         "causal": need.causal,
         "update_kv_cache": need.update_kv_cache,
         "target": need.target,
+        "interpret": need.interpret,
+        "tiles": need.tiles,
     }
     return arrays, static
 
@@ -103,6 +121,8 @@ def trace(need=NEED, *, changes=None, **options):
 def outside_target(row):
     if row.platforms is not ANY:
         yield {"target": Target("abacus")}, "on abacus (abacus)"
+    if row.chips is not ANY:
+        yield {"target": Target("tpu", "TPU v3")}, "on tpu (TPU v3)"
     if row.min_compute_capability is not ANY:
         major = row.min_compute_capability[0] - 1
         yield {"target": Target("gpu", "old", (major, 9))}, f"capability {major}.9"
@@ -124,6 +144,37 @@ def outside_page_size(row):
         least, most = row.page_sizes
         for page_size in {max(least - 1, 1), most + 1} - set(range(least, most + 1)):
             yield {"page_size": page_size}, f"page_size={page_size}"
+    step = row.quantized_page_multiple
+    if step > 1:
+        for dtype in ("int8", "float8_e4m3fn"):
+            for page_size in (step // 2, step + step // 2):
+                says = f"page_size={page_size} with a cache of {dtype}"
+                yield {"page_size": page_size, "kv_dtype": dtype}, says
+
+
+def outside_kv_dtype(row):
+    yield from outside_set("kv_dtype", "kv_dtypes", ("float16",))(row)
+    for chip in CHIPS.values() if row.chips is not ANY else ():
+        if not chip.float8:
+            for dtype in ("float8_e4m3fn", "float8_e5m2"):
+                changes = {"kv_dtype": dtype, "target": Target.tpu(chip.name), "page_size": 32}
+                yield changes, f"cache dtype={dtype} on {chip.name}"
+
+
+def outside_table_entries(row):
+    if row.max_table_entries is not ANY:
+        entries = row.max_table_entries + 3 - row.max_table_entries % 3  # of three sequences
+        yield {"table_entries": entries}, f"a page table of {entries} entries"
+
+
+def outside_tiles(row):
+    """Sizes given to a backend without them, or that do not fit the fast memory of a chip."""
+    if not row.needs_vmem:
+        yield {"tiles": SMALL_TILES}, "tiles=Tiles("
+        return
+    yield {"tiles": HUGE_TILES}, "MiB of VMEM for 2 query heads and 1 kv heads of 128"
+    many = {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 256}
+    yield many | {"target": Target.tpu("tpu7x")}, "MiB of VMEM for 128 query heads and 128 kv"
 
 
 def outside_ratio(row):
@@ -150,11 +201,14 @@ OUTSIDE = {
     "head_dim": outside_set("head_dim", "head_dims", (40, 72, 512)),
     "page_size": outside_page_size,
     "query_dtype": outside_set("query_dtype", "query_dtypes", ("float16", "float8_e5m2")),
-    "kv_dtype": outside_set("kv_dtype", "kv_dtypes", ("float16",)),
+    "kv_dtype": outside_kv_dtype,
     "first_page": outside_flag({"first_page": True}, "first_page", "first_page"),
     "update_kv_cache": outside_flag(
         {"update_kv_cache": False}, "shared_kv", "update_kv_cache=False"
     ),
+    "table_entries": outside_table_entries,
+    "interpret": lambda row: [],  # a ValueError: see test_only_a_pallas_backend_is_interpreted
+    "tiles": outside_tiles,
 }
 CELLS = [
     pytest.param(row, changes, says, id=f"{row.backend}-{field}-{says}")
@@ -172,7 +226,7 @@ def test_every_field_of_a_need_is_probed():
 @pytest.mark.parametrize(("row", "changes", "says"), CELLS)
 def test_every_unclaimed_cell_is_refused(row, changes, says):
     """Through the public call, and the error carries exactly the need that was asked."""
-    need = replace(NEED, **changes)
+    need = replace(inside(row), **changes)
     with pytest.raises(UnsupportedAttentionError) as raised:
         trace(need, backend=row.backend)
     assert raised.value.need == need
@@ -183,6 +237,7 @@ def test_every_unclaimed_cell_is_refused(row, changes, says):
         return
     assert len(reasons) == 1  # this cell, and nothing else, is why
     assert says in reasons[0].asked
+    assert reasons[0].supported and reasons[0].do
     assert str(reasons[0]) in str(raised.value)
 
 
@@ -204,6 +259,11 @@ FLAGS = [
     ("kv_dtypes", {"kv_dtype": "int8"}, "cache dtype=int8"),
     ("platforms", {"target": Target("tpu", "TPU v6e")}, "on tpu (TPU v6e)"),
     ("min_compute_capability", {"target": T4}, "on Tesla T4 (compute capability 7.5)"),
+    ("chips", {"target": V6E}, "on tpu (TPU v6 lite)"),
+    ("max_table_entries", {"table_entries": 15}, "a page table of 15 entries"),
+    ("quantized_page_multiple", {"kv_dtype": "int8"}, "page_size=16 with a cache of int8"),
+    ("needs_vmem", {"tiles": SMALL_TILES}, "tiles=Tiles("),
+    ("interpreter", {"interpret": True}, "interpret=..."),
 ]
 NARROW = {
     "sliding_window": False,
@@ -220,15 +280,22 @@ NARROW = {
     "kv_dtypes": ("float32",),
     "platforms": ("cpu",),
     "min_compute_capability": (8, 0),
+    "chips": ("v5e",),
+    "max_table_entries": 14,
+    "quantized_page_multiple": 32,
+    "needs_vmem": False,
+    "interpreter": False,
 }
+# What no row claims at once.
+EVERYTHING = replace(XLA, needs_vmem=True, interpreter=True)
 
 
 @pytest.mark.parametrize(("claim", "changes", "says"), FLAGS)
 def test_every_rule_refuses_when_its_claim_is_taken_away(claim, changes, says):
     need = replace(NEED, sliding_window=None) if claim != "sliding_window" else NEED
     need = replace(need, **changes)
-    assert supports(XLA, need) == ()
-    (reason,) = supports(replace(XLA, **{claim: NARROW[claim]}), need)
+    assert supports(EVERYTHING, need) == ()
+    (reason,) = supports(replace(EVERYTHING, **{claim: NARROW[claim]}), need)
     assert says in reason.asked
     assert reason.supported and reason.do
 
@@ -254,6 +321,9 @@ def test_all_reasons_are_listed_at_once():
         kv_dtype="int8",
         first_page=True,
         update_kv_cache=False,
+        table_entries=15,
+        interpret=True,
+        tiles=SMALL_TILES,
     )
     assert len(supports(row, need)) == len(fields(Need)) - 1  # num_kv_heads is in the ratio
 
@@ -319,11 +389,43 @@ def test_a_t4_is_refused_by_the_gpu_kernel_and_served_by_xla():
 
 
 @pytest.mark.parametrize("row", MISSING, ids=lambda row: row.backend)
-@pytest.mark.parametrize("target", [CPU, T4, H100, Target("tpu", "TPU v5e")], ids=str)
+@pytest.mark.parametrize("target", [CPU, T4, H100, V6E], ids=str)
 def test_a_backend_without_a_kernel_is_refused_everywhere(row, target):
     with pytest.raises(UnsupportedAttentionError, match="not part of this release"):
         trace(replace(NEED, target=target), backend=row.backend)
     assert select(replace(NEED, target=target)) not in {missing.backend for missing in MISSING}
+
+
+@pytest.mark.parametrize("backend", [None, "xla", "reference", "pallas_gpu"])
+def test_only_a_pallas_backend_is_interpreted(backend):
+    """And only one that is named: an interpreter is never a silent choice."""
+    message = f"interpret= with backend={backend!r}: name one of pallas_tpu"
+    with pytest.raises(ValueError, match=message):
+        trace(backend=backend, changes={"interpret": True})
+    assert trace(ON_TPU, backend="pallas_tpu", changes={"interpret": True, "target": None})
+
+
+def test_a_tpu_is_served_by_its_kernels():
+    assert select(ON_TPU) == "pallas_tpu"
+    assert select(replace(ON_TPU, head_dim=8)) == "xla"
+    with pytest.raises(ValueError, match="chip='v4': the chips are 'v5e', 'v5p', 'v6e', 'tpu7x'"):
+        Target.tpu("v4")
+
+
+def test_the_target_may_come_from_an_abstract_mesh():
+    for chip in CHIPS.values():
+        device = AbstractDevice(device_kind=chip.device_kinds[0], num_cores=1, platform="tpu")
+        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert Target.current() == Target.tpu(chip.name)
+    assert Target.current().platform == "cpu"
+
+
+def test_a_table_must_fit_smem():
+    """The limit itself is served, and the way out is a larger page or a smaller step."""
+    assert supports(PALLAS_TPU, replace(ON_TPU, table_entries=SMEM_ENTRIES)) == ()
+    (reason,) = supports(PALLAS_TPU, replace(ON_TPU, table_entries=SMEM_ENTRIES + 1))
+    assert "page_size above 16" in reason.do
 
 
 # Refused while tracing, wherever that is: nothing of the program has run.
@@ -378,7 +480,8 @@ def test_refused_inside_shard_map(ran):
 @pytest.mark.parametrize("row", usable_rows())
 def test_served_inside_shard_map_and_scan(row):
     """The same call, claimed, over kv heads on two devices and over layers in a scan."""
-    arrays, static = arguments(replace(NEED, num_kv_heads=2, num_q_heads=4))
+    need = replace(NEED, num_kv_heads=2, num_q_heads=4, head_dim=min(row.head_dims or (8,)))
+    arrays, static = arguments(need)
     rng = np.random.default_rng(0)
     arrays = {
         name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
@@ -389,8 +492,11 @@ def test_served_inside_shard_map_and_scan(row):
         "cu_q_lens": jnp.array([0, 1, 5, 5], jnp.int32),
         "distribution": jnp.array([1, 2, 2], jnp.int32),
     }
+    if not runs_here(row):
+        static |= {"target": None} | interpreted(row.backend, need.page_size)
+    jit = partial(jax.jit, compiler_options=None if runs_here(row) else UNOPTIMIZED)
     attention = partial(ragged_paged_attention, **static, backend=row.backend)
-    expect, pages = jax.jit(attention)(**arrays)
+    expect, pages = jit(attention)(**arrays)
     heads, whole = PartitionSpec(None, "heads"), PartitionSpec()
     by_head = {"queries": heads, "keys": heads, "values": heads}
     in_pages = PartitionSpec(None, None, "heads")  # rows
@@ -401,7 +507,7 @@ def test_served_inside_shard_map_and_scan(row):
         in_specs=(specs,),
         out_specs=(heads, in_pages),
     )
-    out, out_pages = jax.jit(sharded)(arrays)
+    out, out_pages = jit(sharded)(arrays)
     np.testing.assert_allclose(out, expect, atol=1e-6)
     np.testing.assert_array_equal(out_pages, pages)
 
@@ -409,9 +515,7 @@ def test_served_inside_shard_map_and_scan(row):
         out, kv_pages = attention(**arrays | {"kv_pages": kv_pages})
         return kv_pages, out
 
-    out_pages, outs = jax.jit(lambda first: jax.lax.scan(layer, first, length=2))(
-        arrays["kv_pages"]
-    )
+    out_pages, outs = jit(lambda first: jax.lax.scan(layer, first, length=2))(arrays["kv_pages"])
     np.testing.assert_allclose(outs, jnp.stack([expect, expect]), atol=1e-6)
     np.testing.assert_array_equal(out_pages, pages)
 
@@ -623,9 +727,12 @@ def test_nothing_to_attend_to_is_refused(changes):
         trace(changes=empty)
 
 
-@pytest.mark.parametrize("row", usable_rows())
+@pytest.mark.parametrize("row", cells(lambda row: [("", row.interpreter)]))
 def test_numpy_arrays_are_taken(row):
-    arrays, static = arguments(replace(NEED, first_page=True))
+    need = replace(NEED, first_page=True, head_dim=min(row.head_dims or (8,)))
+    arrays, static = arguments(need)
+    if not runs_here(row):
+        static |= {"target": None} | interpreted(row.backend, need.page_size)
     zeros = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     out, pages = ragged_paged_attention(**zeros, **static, backend=row.backend)
     assert isinstance(out, jax.Array) and isinstance(pages, jax.Array)
