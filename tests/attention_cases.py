@@ -5,7 +5,7 @@ oracle's arithmetic, so that a mistake in the paged code cannot hide in its test
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from math import lcm
 
 import jax
@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxattn import Target, ragged_paged_attention
 from jaxattn.kernels import layout, reference
 from jaxattn.kernels.mask import visible
+from jaxattn.kernels.pallas import tpu
 from jaxattn.kernels.pallas.tiles import DecodeTiles, Tiles
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
 from jaxattn.registry import CAPABILITIES
@@ -294,7 +295,13 @@ def make_case(
 
 def fresh_call():
     """`call_interpreted` without anything traced before: for kernels with parts replaced."""
-    function = partial(ragged_paged_attention)
+
+    @wraps(ragged_paged_attention)
+    def function(*arrays, **options):
+        with pytest.MonkeyPatch.context() as patch:  # the launcher keeps what it traced
+            patch.setattr(tpu, "ragged_paged_attention", tpu.ragged_paged_attention.__wrapped__)
+            return ragged_paged_attention(*arrays, **options)
+
     return jax.jit(function, static_argnames=STATIC, compiler_options=UNOPTIMIZED)
 
 

@@ -7,6 +7,9 @@ Both run in every call, one after the other on the same pages and the same outpu
 work returns at once. What differs between layers of a group is static: window, soft cap, rule.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
@@ -34,6 +37,20 @@ from jaxattn.kernels.pallas.tpu_decode import DecodeShape, decode
 from jaxattn.kernels.pallas.tpu_prefill import prefill
 
 
+@partial(
+    jax.jit,
+    static_argnames=(
+        "sm_scale",
+        "sliding_window",
+        "soft_cap",
+        "image_rule",
+        "causal",
+        "update_kv_cache",
+        "chip",
+        "tiles",
+        "interpret",
+    ),
+)
 def ragged_paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
     keys: Float[Array, "tokens kv_heads head_dim"],
