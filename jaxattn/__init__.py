@@ -16,6 +16,9 @@ from jaxattn.engine.outputs import CompletionOutput as CompletionOutput
 from jaxattn.engine.outputs import Logprob as Logprob
 from jaxattn.engine.outputs import RequestOutput as RequestOutput
 from jaxattn.engine.outputs import StreamChunk as StreamChunk
+from jaxattn.kernels.pallas.tiles import DecodeTiles as DecodeTiles
+from jaxattn.kernels.pallas.tiles import PrefillTiles as PrefillTiles
+from jaxattn.kernels.pallas.tiles import Tiles as Tiles
 from jaxattn.registry import Target as Target
 from jaxattn.registry import UnsupportedAttentionError as UnsupportedAttentionError
 from jaxattn.sampling import SamplingParams as SamplingParams

@@ -130,7 +130,7 @@ def ragged_paged_attention(
         interpret: run the Pallas backend that is named in its interpreter, on any machine, as it
             would run on `target` (default: a TPU v6e). True, or the parameters of
             `jax.experimental.pallas.tpu.InterpretParams`. Slow: for tests.
-        tiles: sizes of the TPU kernels to use in place of their own choice.
+        tiles: sizes for the TPU kernels in place of those that `kernels/pallas/tiles.py` gives.
 
     Returns:
         Output `[tokens, q_heads, head_dim]` in the queries' dtype (zeros for padding), and the
@@ -161,8 +161,10 @@ def ragged_paged_attention(
     for name, flag in (("causal", causal), ("update_kv_cache", update_kv_cache)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: expected True or False")
+    if target is not None and not isinstance(target, Target):
+        raise TypeError(f"{target=}: expected a jaxattn.Target, for example Target.tpu('v6e')")
     if tiles is not None and not isinstance(tiles, Tiles):
-        raise TypeError(f"{tiles=}: expected jaxattn.kernels.pallas.tiles.Tiles(decode=, prefill=)")
+        raise TypeError(f"{tiles=}: expected jaxattn.Tiles(decode=..., prefill=...)")
     if image_rule not in get_args(ImageRule):
         raise ValueError(f"{image_rule=}: use one of {get_args(ImageRule)}")
     if image_spans is not None and image_rule == "none":

@@ -6,7 +6,7 @@ dropped in silence: what is not claimed here raises `UnsupportedAttentionError` 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -321,12 +321,15 @@ def _vmem(row: Capabilities, need: Need) -> Reason | None:
         override=need.tiles or Tiles(),
     )
     sizes = need.layout, need.num_q_heads, need.query_dtype
-    needed = max(decode_vmem_bytes(*sizes, decode), prefill_vmem_bytes(*sizes, prefill))
+    needed, taken = max(
+        (decode_vmem_bytes(*sizes, decode), str(decode)),
+        (prefill_vmem_bytes(*sizes, prefill), str(prefill)),
+    )
     if needed <= chip.usable_vmem_bytes:
         return None
     return Reason(
         f"{needed / 2**20:.0f} MiB of VMEM for {need.num_q_heads} query heads and "
-        f"{need.num_kv_heads} kv heads of {need.head_dim}",
+        f"{need.num_kv_heads} kv heads of {need.head_dim}, with {taken}",
         f"{chip.usable_vmem_bytes / 2**20:.0f} MiB on {chip.name}",
         "shard the heads over more chips, pass smaller tiles, or use backend='xla'",
     )
@@ -334,7 +337,7 @@ def _vmem(row: Capabilities, need: Need) -> Reason | None:
 
 def _heads(row: Capabilities, need: Need) -> Reason | None:
     ratio = need.num_q_heads // need.num_kv_heads
-    do = "use backend='reference' or repeat the kv heads"
+    do = "repeat the kv heads, or use another backend"
     return _between("query heads per kv head", ratio, row.q_heads_per_kv_head, do)
 
 
@@ -412,13 +415,26 @@ def select(need: Need, backend: str | None = None) -> str:
         reasons[name] = supports(CAPABILITIES[name], need)
         if not reasons[name]:
             if backend is None:
-                _log_choice(name, str(need.target))
+                _log_choice(name, need.target, tuple(_passed_over(reasons, need.target)))
             return name
     others = [name for name in CAPABILITIES if name not in candidates]
     alternatives = tuple(name for name in others if not supports(CAPABILITIES[name], need))
     raise UnsupportedAttentionError(need, reasons, alternatives)
 
 
+def _passed_over(reasons: dict[str, tuple[Reason, ...]], target: Target) -> Iterable[str]:
+    """What speaks against the backends that are made for this target's platform."""
+    for name, against in reasons.items():
+        row = CAPABILITIES[name]
+        if not row.missing and row.platforms is not ANY and target.platform in row.platforms:
+            yield from (f"{name}: {reason}" for reason in against)
+
+
 @cache
-def _log_choice(backend: str, target: str) -> None:
-    logging.getLogger("jaxattn").info("attention backend %r chosen on %s", backend, target)
+def _log_choice(backend: str, target: Target, passed_over: tuple[str, ...]) -> None:
+    log = logging.getLogger("jaxattn")
+    if passed_over:
+        against = "; ".join(passed_over)
+        log.warning("attention backend %r chosen on %s: %s", backend, target, against)
+    else:
+        log.info("attention backend %r chosen on %s", backend, target)

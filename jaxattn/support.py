@@ -1,5 +1,6 @@
 """The support table, made from the registry's rows: what is listed is tested, the rest refused."""
 
+from jaxattn.kernels.pallas.tiles import CHIPS
 from jaxattn.registry import ANY, CAPABILITIES, Capabilities
 
 
@@ -34,11 +35,12 @@ def _cells(row: Capabilities) -> dict[str, str]:
     if row.min_compute_capability is not ANY:
         platforms += " >= {}.{}".format(*row.min_compute_capability)
     pages, most = limits(row.page_sizes), row.max_table_entries
+    with_float8 = [name for name in row.chips or () if CHIPS[name].float8]
+    float8 = f" (float8: {', '.join(with_float8)})" if with_float8 else ""
     if row.quantized_page_multiple > 1:
         pages += f" (multiples of {row.quantized_page_multiple} in 8 bits)"
     cells = {
-        "what": row.what,
-        "usable": f"no: {row.missing}" if row.missing else "yes",
+        "what": f"no: {row.missing}" if row.missing else row.what,
         "platforms": platforms,
         "sliding window": flag(row.sliding_window),
         "soft cap": flag(row.soft_cap),
@@ -50,11 +52,11 @@ def _cells(row: Capabilities) -> dict[str, str]:
         "page sizes": pages,
         "page table entries": "any" if most is ANY else f"up to {most}",
         "query dtypes": names(row.query_dtypes),
-        "cache dtypes": names(row.kv_dtypes),
+        "cache dtypes": names(row.kv_dtypes) + float8,
         "tables of live pages only": flag(row.first_page),
         "layers that share KV": flag(row.shared_kv),
     }
     if row.missing:  # a row without a kernel claims nothing
-        keep = ("what", "usable", "platforms")
+        keep = ("what", "platforms")
         return {name: cell if name in keep else "-" for name, cell in cells.items()}
     return cells

@@ -319,6 +319,7 @@ def decode(
             bytes_accessed=seqs * seen * layout.rows * LANES * 4,
         ),
         interpret=interpret,
+        metadata={"tiles": str(tiles)},
         name="jaxattn_decode_window" if shape.single else "jaxattn_decode",
     )(*scalars.values(), *(array for array, _ in inputs.values()))
     return out, pages

@@ -28,8 +28,8 @@ class DecodeShape:
         page_size = self.layout.page_size
         if not self.single and self.tiles.tile_tokens % page_size:
             raise ValueError(
-                f"{self.tiles}: a tile that does not hold a whole window has a multiple of "
-                f"{page_size=} tokens"
+                f"{self.tiles}: expected tile_tokens to be a multiple of {page_size=}, where a "
+                "tile does not hold a whole window"
             )
 
     @property

@@ -363,6 +363,7 @@ def prefill(
         ),
         cost_estimate=_cost(shape, tokens, page_indices.shape[1] * layout.page_size),
         interpret=interpret,
+        metadata={"tiles": str(tiles)},
         name="jaxattn_prefill",
     )(*scalars.values(), *inputs.values())
     return out, pages
