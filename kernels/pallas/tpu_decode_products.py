@@ -115,13 +115,16 @@ class Tile:
         shifted = [_roll(weights, shift, interpret=shape.interpret) for shift in shifts]
         weights = jnp.concatenate(shifted, axis=0).astype(shape.compute_dtype)
         out = _dot(weights, self.operand(product, 1), ((1,), (0,)))
-        out = jnp.concatenate([out[rows * tile : rows * (tile + 1)] for tile in range(tiles)], 1)
-        lanes = layout.lane_tiles * LANES
+        lanes = layout.lane_tiles * LANES // tiles
         row = quotient(jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 0), rows // count)
-        picked = out[:, :lanes]
-        for word in range(1, count):
-            picked = jnp.where(row == word, out[:, lanes * word : lanes * (word + 1)], picked)
-        return picked
+        parts = []
+        for tile in range(tiles):
+            every = out[rows * tile : rows * (tile + 1)]  # [rows, words * lanes]
+            picked = every[:, :lanes]
+            for word in range(1, count):
+                picked = jnp.where(row == word, every[:, lanes * word : lanes * (word + 1)], picked)
+            parts.append(picked)
+        return jnp.concatenate(parts, axis=1)
 
 
 def _dot(left: Array, right: Array, contract: tuple) -> Float[Array, "rows columns"]:
