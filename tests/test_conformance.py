@@ -87,7 +87,7 @@ def claimed_geometries(row):
     sizes = within(row.page_sizes, 8, 40)
     for index, (query_dtype, kv_dtype) in enumerate(pairs):
         geometry = {
-            "head_dim": row.head_dims[index % len(row.head_dims)],
+            "head_dim": row.head_dims[(index + 2 * (index // 6)) % len(row.head_dims)],
             "page_size": sizes[index % len(sizes)],
             "ratio": ratios[index % len(ratios)],
             "kv_heads": 4 - index % 4,
