@@ -37,6 +37,16 @@ def _pallas_tpu(*arrays: Any, target: Target, tiles: Tiles | None, **options: An
     return tpu.ragged_paged_attention(*arrays, chip=chip, tiles=tiles or Tiles(), **options)
 
 
+def _interpreter(asked: Any) -> "InterpretParams":
+    from jax.experimental.pallas import tpu as pltpu
+
+    if asked is True:
+        return pltpu.InterpretParams()
+    if not isinstance(asked, pltpu.InterpretParams):
+        raise TypeError(f"interpret={asked!r}: expected True, False or pltpu.InterpretParams")
+    return asked
+
+
 _PALLAS: dict[str, Callable] = {"pallas_tpu": _pallas_tpu}
 _KERNELS: dict[str, Callable] = {
     "xla": xla.ragged_paged_attention,
@@ -174,10 +184,8 @@ def ragged_paged_attention(
         )
     if interpret and backend not in _PALLAS:
         raise ValueError(f"interpret= with {backend=}: name one of {', '.join(_PALLAS)}")
-    if interpret is True:
-        from jax.experimental.pallas import tpu as pltpu
-
-        interpret = pltpu.InterpretParams()
+    if interpret is not False:
+        interpret = _interpreter(interpret)
     if target is None:
         target = Target.tpu("v6e") if interpret else Target.current()
     need = Need(

@@ -19,7 +19,8 @@ def pages_sharding(layout: KVLayout, axis: str, size: int) -> PartitionSpec | Qu
     heads = layout.num_kv_heads
     if heads % size:
         raise ValueError(f"{heads} kv heads cannot be cut over {size} devices of axis {axis!r}")
-    if replace(layout, num_kv_heads=heads // size).shared != layout.shared:
+    part = replace(layout, num_kv_heads=heads // size)
+    if part.shared != layout.shared or part.rows * size != layout.rows:
         raise ValueError(
             f"{heads} kv heads over {size} devices of axis {axis!r}: {heads // size} a device do "
             f"not fill the words that {layout.shared[0]} heads share in {layout.dtype}; use fewer "

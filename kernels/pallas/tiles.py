@@ -166,7 +166,8 @@ def decode_vmem_bytes(
     columns = tiles.columns(layout) * layout.pack
     # Scores and weights of every product, and one tile's words: what may be spilt at once.
     scores = 3 * round_up(num_q_heads, 8) * columns * 4
-    words = 2 * tiles.columns(layout) * layout.rows * LANES * 4
+    wide = 2 if query_bytes == 2 and layout.dtype != "float32" else 4
+    words = 2 * tiles.columns(layout) * layout.rows * layout.pack * LANES * wide
     return tiles.slots * tiles.slot_bytes(layout) + queries + state + scores + words
 
 
@@ -242,6 +243,12 @@ class Tiles:
 
     decode: DecodeTiles | None = None
     prefill: PrefillTiles | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.decode, DecodeTiles | None):
+            raise TypeError(f"decode={self.decode!r}: expected DecodeTiles or None")
+        if not isinstance(self.prefill, PrefillTiles | None):
+            raise TypeError(f"prefill={self.prefill!r}: expected PrefillTiles or None")
 
 
 def choose_tiles(

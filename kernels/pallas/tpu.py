@@ -108,9 +108,6 @@ def ragged_paged_attention(
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, layout.lane_tiles * LANES - head_dim)))
     decode_lens = jnp.maximum(kv_lens, 1)
     starts = _first_visible(decode_lens, sliding_window, None if bounded else image_spans)
-    if not bounded:
-        table_end = starts // page_size + page_indices.shape[1]
-        decode_lens = jnp.minimum(decode_lens, table_end * page_size)
     shape = DecodeShape(
         layout=layout,
         num_q_heads=q_heads,
@@ -124,6 +121,9 @@ def ragged_paged_attention(
         tiles=decode_tiles,
         interpret=interpret is not None,
     )
+    table = _live_table(page_indices, first_page, starts // page_size, num_pages, shape)
+    table_end = starts // page_size + table.shape[1]
+    decode_lens = jnp.minimum(decode_lens, table_end * page_size)
     out, pages = decode(
         padded,
         new_kv,
@@ -133,8 +133,9 @@ def ragged_paged_attention(
         distribution[0],
         starts,
         decode_lens,
-        _live_table(page_indices, first_page, starts // page_size, num_pages, shape),
-        _one_per_sequence(slots, len(kv_lens), num_pages),
+        table,
+        _one_per_sequence(slots.page, len(kv_lens), num_pages),
+        _one_per_sequence(slots.slot, len(kv_lens), page_size),
         shape=shape,
         interpret=interpret or False,
         vmem_limit_bytes=_limit(decode_vmem_bytes(layout, *sizes, decode_tiles), chip),
@@ -225,14 +226,15 @@ def _live_table(
     table_width = page_indices.shape[1]
     width = table_width
     if shape.most_tokens is not None:
-        width = (shape.most_tokens + shape.layout.page_size - 2) // shape.layout.page_size + 1
+        page_size = shape.layout.page_size
+        width = min(width, (shape.most_tokens + page_size - 2) // page_size + 1)
     column = (start_page - first_page)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     ids = jnp.take_along_axis(page_indices, jnp.clip(column, 0, table_width - 1), axis=1)
     is_page = (0 <= column) & (column < table_width) & (0 < ids) & (ids < num_pages)
     return jnp.where(is_page, ids, 0)
 
 
-def _one_per_sequence(slots: TokenSlots, seqs: int, num_pages: int) -> Int32[Array, "seqs"]:
-    """Page of the new token of each decode sequence, which is its row; 0 where there is none."""
-    page = jnp.where(slots.page < num_pages, slots.page, 0)
-    return jnp.pad(page, (0, max(seqs - len(page), 0)))[:seqs]
+def _one_per_sequence(of_tokens: Int32[Array, "tokens"], seqs: int, end: int) -> Array:
+    """Page, or row in it, of the token of each decode sequence, its row; 0 where it has none."""
+    inside = jnp.where(of_tokens < end, of_tokens, 0)
+    return jnp.pad(inside, (0, max(seqs - len(inside), 0)))[:seqs]

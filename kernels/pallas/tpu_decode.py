@@ -232,6 +232,7 @@ def decode(
     kv_lens: Int32[Array, "seqs"],
     table: Int32[Array, "seqs table_width"],
     write_page: Int32[Array, "seqs"],
+    write_row: Int32[Array, "seqs"],
     *,
     shape: DecodeShape,
     interpret: Any,
@@ -240,7 +241,8 @@ def decode(
     """Attend for the first `count` rows, sequence i's query in row i, and write their keys.
 
     `table[s]` holds the pages from that of token `starts[s]` on, 0 where there is none;
-    `write_page[s]` that of the new token. Rows of the output from `count` on are left undefined.
+    `write_page[s]` that of the new token, `write_row[s]` its row in it. Rows of the output from
+    `count` on are left undefined.
     """
     layout, tiles = shape.layout, shape.tiles
     tokens, q_heads, head_dim = queries.shape
@@ -254,7 +256,7 @@ def decode(
         "kv_lens": kv_lens,
         "table": table.reshape(-1),
         "write_page": write_page,
-        "write_row": (kv_lens - 1) % page_size,
+        "write_row": write_row,
     }
 
     def of_block(block: Scalar, count: Ref, *_: Ref) -> tuple:

@@ -159,8 +159,8 @@ def _kernel(names: tuple[str, ...], shape: PrefillShape, *flat: Ref) -> None:
                 # Edges and the rest are two loops, of which one is empty.
                 at_edge = something & jnp.logical_not(everything)
                 pl.when(at_edge)(lambda: softmax.hide(Sight(begin, first, stop, span)))
-                edges = jnp.where(at_edge, shape.units, 0)
-                rest = jnp.where(something & everything, shape.units, 0)
+                edges = jnp.where(at_edge, jnp.int32(shape.units), 0)
+                rest = jnp.where(something & everything, jnp.int32(shape.units), 0)
                 pipeline = jax.lax.fori_loop(0, edges, partial(unit_step, True), pipeline)
                 return jax.lax.fori_loop(0, rest, partial(unit_step, False), pipeline)
 

@@ -1,6 +1,7 @@
 """What a prefill kernel is specialised on, and the sizes that follow."""
 
 from dataclasses import dataclass
+from math import gcd
 
 import jax.numpy as jnp
 
@@ -32,6 +33,10 @@ class PrefillShape:
         sizes = self.tiles.block_q, self.tiles.block_kv
         if not self.interpret and any(size % LANES for size in sizes):
             raise ValueError(f"{self.tiles}: block_q and block_kv are multiples of {LANES}")
+        if self.tiles.block_kv % (LANES if self.tiles.block_kv > LANES else 16):
+            raise ValueError(
+                f"{self.tiles}: block_kv is a multiple of 16, above {LANES} of {LANES}"
+            )
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -98,7 +103,7 @@ class PrefillShape:
     @property
     def piece(self) -> int:
         """Queries whose heads are put first at once: some registers' worth."""
-        return min(32, self.tiles.block_q)
+        return gcd(32, self.tiles.block_q)
 
     @property
     def value_slots(self) -> int:
