@@ -35,11 +35,11 @@ AXIS = "heads"
 DTYPE = jnp.dtype(jnp.bfloat16)
 # Which axis of a weight `[out, in]` is cut; what is not named is on every chip.
 CUT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "embed": 0}
-STEPS = {"decode": {"tokens": 16, "seqs": 16}, "prefill": {"tokens": 1024, "seqs": 16}}
-SHAPES = (
-    ("gemma-3-1b", 1, 8192),
-    ("gemma-3-27b", 4, 4096),
-    ("gemma-3-27b", 8, 8192),
+PREFILL_TOKENS = 1024
+SHAPES = (  # model, chips, sequences, and their length that pools are made for
+    ("gemma-3-1b", 1, 16, 8192),
+    ("gemma-3-27b", 4, 4, 4096),  # a v5e has 16 GB, of which the weights take 13.5
+    ("gemma-3-27b", 8, 16, 8192),
 )
 
 
@@ -109,10 +109,16 @@ def cases() -> list[Case]:
         Case(
             name=f"{model} on {chips}, {step}",
             builder="benchmarks.tpu_models:whole_step",
-            options={"model": model, "chips": chips, "max_len": max_len, **sizes},
+            options={
+                "model": model,
+                "chips": chips,
+                "max_len": max_len,
+                "tokens": tokens,
+                "seqs": seqs,
+            },
         )
-        for model, chips, max_len in SHAPES
-        for step, sizes in STEPS.items()
+        for model, chips, seqs, max_len in SHAPES
+        for step, tokens in (("decode", seqs), ("prefill", PREFILL_TOKENS))
     ]
 
 
@@ -137,13 +143,16 @@ def markdown(results: list[Compiled]) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table(results))
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
-    pools = ", ".join(f"{length} ({model} on {chips})" for model, chips, length in SHAPES)
+    pools = "; ".join(
+        f"{model} on {chips}: {seqs} sequences of {length}" for model, chips, seqs, length in SHAPES
+    )
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "libtpu"))
     return (
         "# Whole Gemma 3 steps, compiled ahead of time\n\n"
         f"`python -m benchmarks.tpu_models --write`, {versions}. MB per chip, as the compiler "
-        "counts them; page size 32, bfloat16.\nDecode: 16 sequences; prefill: 1024 new tokens; "
-        f"pools for 16 sequences of {pools} tokens.\nNothing was run.\n\n```\n{text}\n```\n"
+        f"counts them; page size 32, bfloat16.\nDecode: a token of every sequence; prefill: "
+        f"{PREFILL_TOKENS} new tokens. Pools: {pools} tokens.\nNothing was run.\n\n"
+        f"```\n{text}\n```\n"
     )
 
 

@@ -20,7 +20,8 @@ def pages_sharding(layout: KVLayout, axis: str, size: int) -> PartitionSpec | Qu
     if heads % size:
         raise ValueError(f"{heads} kv heads cannot be cut over {size} devices of axis {axis!r}")
     part = replace(layout, num_kv_heads=heads // size)
-    if part.shared != layout.shared or part.rows * size != layout.rows:
+    through_words = size > 1 and part.num_kv_heads % layout.shared[0]
+    if part.shared != layout.shared or through_words:
         raise ValueError(
             f"{heads} kv heads over {size} devices of axis {axis!r}: {heads // size} a device do "
             f"not fill the words that {layout.shared[0]} heads share in {layout.dtype}; use fewer "

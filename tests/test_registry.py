@@ -737,3 +737,27 @@ def test_numpy_arrays_are_taken(row):
     out, pages = ragged_paged_attention(**zeros, **static, backend=row.backend)
     assert isinstance(out, jax.Array) and isinstance(pages, jax.Array)
     assert (out == 0).all() and out.shape == zeros["queries"].shape
+
+
+@pytest.mark.parametrize("interpret", [1, "yes", np.True_, 0.5], ids=repr)
+def test_interpret_of_a_wrong_kind(interpret):
+    with pytest.raises(TypeError, match=r"interpret=.*: expected True, False or pltpu"):
+        trace(ON_TPU, changes={"interpret": interpret}, backend="pallas_tpu")
+
+
+def test_tiles_and_targets_of_a_wrong_kind():
+    with pytest.raises(TypeError, match=r"decode=PrefillTiles\(.*expected DecodeTiles or None"):
+        Tiles(decode=PrefillTiles())
+    with pytest.raises(TypeError, match=r"tiles=.small.: expected jaxattn\.Tiles"):
+        trace(ON_TPU, changes={"tiles": "small"}, backend="pallas_tpu")
+    with pytest.raises(TypeError, match=r"target=.v6e.: expected a jaxattn\.Target"):
+        trace(changes={"target": "v6e"})
+
+
+def test_a_backend_that_is_passed_over_is_named_with_its_reasons(caplog):
+    need = replace(ON_TPU, page_size=4)
+    registry._log_choice.cache_clear()
+    assert select(need) == "xla"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'xla' chosen on tpu (TPU v6 lite): pallas_tpu: page_size=4" in record.message

@@ -62,15 +62,17 @@ def test_pages_are_cut_by_rows_of_heads():
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "size", "says"),
+    ("heads", "head_dim", "dtype", "size", "says"),
     [
-        (6, "bfloat16", 4, "6 kv heads cannot be cut over 4 devices of axis 'x'"),
-        (4, "bfloat16", 4, "1 a device do not fill the words that 2 heads share in bfloat16"),
-        (8, "int8", 4, "2 a device do not fill the words that 4 heads share in int8"),
+        (6, 128, "bfloat16", 4, "6 kv heads cannot be cut over 4 devices of axis 'x'"),
+        (4, 128, "bfloat16", 4, "1 a device do not fill the words that 2 heads share in bfloat16"),
+        (8, 128, "int8", 4, "2 a device do not fill the words that 4 heads share in int8"),
+        (6, 64, "int8", 2, "3 a device do not fill the words that 4 heads share in int8"),
+        (2, 64, "bfloat16", 2, "1 a device do not fill the words that 2 heads share in bfloat16"),
     ],
 )
-def test_cuts_through_words_are_refused(heads, dtype, size, says):
-    layout = KVLayout(num_kv_heads=heads, head_dim=128, page_size=32, dtype=dtype)
+def test_cuts_through_words_are_refused(heads, head_dim, dtype, size, says):
+    layout = KVLayout(num_kv_heads=heads, head_dim=head_dim, page_size=32, dtype=dtype)
     with pytest.raises(ValueError, match=says):
         pages_sharding(layout, "x", size)
 
