@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn import kv_pages_shape
 from jaxattn.kernels import xla
+from jaxattn.kernels.layout import LANES
 from tests.attention_cases import make_case, run
 
 PAGE_SIZE = 16
@@ -30,9 +32,9 @@ def reads(monkeypatch):
     seen = []
     read_pages = xla.read_pages
 
-    def spy(kv_pages, page_ids):
+    def spy(kv_pages, page_ids, **heads):
         jax.debug.callback(lambda ids: seen.append(np.asarray(ids)), page_ids)
-        return read_pages(kv_pages, page_ids)
+        return read_pages(kv_pages, page_ids, **heads)
 
     monkeypatch.setattr(xla, "read_pages", spy)
     return seen
@@ -95,7 +97,9 @@ def arrays_of(jaxpr):
 
 def largest(width, tokens, window, num_pages=100_003):
     """Elements of the largest array but the pool (whose shape only the write may have)."""
-    pool = jax.ShapeDtypeStruct((num_pages, PAGE_SIZE, 2, 1, 8), jnp.float32)
+    pool = kv_pages_shape(
+        num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=1, head_dim=8, dtype="float32"
+    )
     new = jax.ShapeDtypeStruct((tokens, 1, 8), jnp.float32)
     queries = jax.ShapeDtypeStruct((tokens, 2, 8), jnp.float32)
     lengths, offsets, three = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4, 5, 3))
@@ -112,9 +116,15 @@ def largest(width, tokens, window, num_pages=100_003):
 def test_no_array_grows_with_the_table(tokens, window):
     size = largest(32768 // PAGE_SIZE, tokens, window)
     assert size == largest(8, tokens, window)
-    # Scores of one item's step, or its keys and values (2 x 8 floats a token), whichever is more.
+    # Scores of one item's step, its keys and values as they lie in pages (128 floats a token), or
+    # the new ones, whichever is more.
     block_q = min(tokens, xla.BLOCK_Q)
-    assert size <= max(block_q * 2 * xla.BLOCK_KV, xla.BLOCK_KV * 16, 2 * (tokens + block_q) * 16)
+    assert size <= max(
+        block_q * 2 * xla.BLOCK_KV,
+        xla.BLOCK_KV * LANES,
+        tokens * LANES,
+        2 * (tokens + block_q) * 16,
+    )
 
 
 def test_pages_outside_the_window_may_hold_anything():
