@@ -124,7 +124,7 @@ def cases() -> list[Case]:
 
 def table(results: list[Compiled]) -> Table:
     """Megabytes per chip."""
-    columns = ("step", "target", "arguments", "of them donated", "temporary", "code", "compile s")
+    columns = ("step", "target", "arguments", "of them donated", "temporary", "code")
     out = Table(*columns, box=box.SIMPLE, show_edge=False)
     for result in results:
         sizes = (
@@ -134,7 +134,7 @@ def table(results: list[Compiled]) -> Table:
             result.code_bytes,
         )
         cells = [result.error] if result.error else [f"{size / 1e6:,.0f}" for size in sizes]
-        out.add_row(result.case, result.target, *cells, f"{result.seconds:.0f}")
+        out.add_row(result.case, result.target, *cells)
     return out
 
 
