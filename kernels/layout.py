@@ -252,18 +252,27 @@ def write_tokens(
     Padding tokens and tokens whose table entry is no page (0, negative, `>= num_pages`, or
     outside the table) are dropped.
     """
-    layout = layout_of(kv_pages, *keys.shape[1:])
     where = kv_lens, page_indices, cu_q_lens, distribution, first_page
-    page, slot = token_slots(kv_pages, len(keys), *where)
-    if isinstance(kv_pages, QuantizedPages):
-        keys, key_scales = quantize(keys, kv_pages.values.dtype)
-        values, value_scales = quantize(values, kv_pages.values.dtype)
-        new = layout.pack_scales(jnp.stack([key_scales, value_scales], axis=-1))
-        scales = put_scales(kv_pages.scales, new, page, slot)
-        tokens = layout.pack_tokens(keys, values)
-        return QuantizedPages(kv_pages.values.at[page, slot].set(tokens, mode="drop"), scales)
-    tokens = layout.pack_tokens(keys.astype(kv_pages.dtype), values.astype(kv_pages.dtype))
-    return kv_pages.at[page, slot].set(tokens, mode="drop")
+    slots = token_slots(kv_pages, len(keys), *where)
+    tokens, scales = as_stored(kv_pages, keys, values, slots)
+    pages = page_array(kv_pages).at[slots.page, slots.slot].set(tokens, mode="drop")
+    return pages if scales is None else QuantizedPages(pages, scales)
+
+
+def as_stored(
+    kv_pages: KVPages,
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    slots: TokenSlots,
+) -> tuple[Array, Array | None]:
+    """New tokens `[tokens, rows, pack, 128]` as pages hold them, and the pool's updated scales."""
+    layout, dtype = layout_of(kv_pages, *keys.shape[1:]), page_array(kv_pages).dtype
+    if not isinstance(kv_pages, QuantizedPages):
+        return layout.pack_tokens(keys.astype(dtype), values.astype(dtype)), None
+    keys, key_scales = quantize(keys, dtype)
+    values, value_scales = quantize(values, dtype)
+    new = layout.pack_scales(jnp.stack([key_scales, value_scales], axis=-1))
+    return layout.pack_tokens(keys, values), put_scales(kv_pages.scales, new, *slots)
 
 
 def put_scales(

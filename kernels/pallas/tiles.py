@@ -10,6 +10,7 @@ from math import lcm
 import jax.numpy as jnp
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.products import compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,6 @@ class Chip:
     vmem_bytes: int
     hbm_gb_per_s: int
     bf16_tflops: int
-    mxu_size: int  # rows and columns of its matrix unit
     float8: bool  # whether the compiler converts float8 here
 
     @property
@@ -40,7 +40,6 @@ CHIPS = {
             vmem_bytes=128 * MIB,
             hbm_gb_per_s=820,
             bf16_tflops=197,
-            mxu_size=128,
             float8=False,
         ),
         Chip(
@@ -49,7 +48,6 @@ CHIPS = {
             vmem_bytes=64 * MIB,
             hbm_gb_per_s=1230,
             bf16_tflops=230,
-            mxu_size=128,
             float8=False,
         ),
         Chip(
@@ -58,7 +56,6 @@ CHIPS = {
             vmem_bytes=128 * MIB,
             hbm_gb_per_s=1640,
             bf16_tflops=918,
-            mxu_size=256,
             float8=True,
         ),
         Chip(
@@ -67,7 +64,6 @@ CHIPS = {
             vmem_bytes=64 * MIB,
             hbm_gb_per_s=3700,
             bf16_tflops=1155,
-            mxu_size=256,
             float8=True,
         ),
     )
@@ -166,7 +162,7 @@ def decode_vmem_bytes(
     columns = tiles.columns(layout) * layout.pack
     # Scores and weights of every product, and one tile's words: what may be spilt at once.
     scores = 3 * round_up(num_q_heads, 8) * columns * 4
-    wide = 2 if query_bytes == 2 and layout.dtype != "float32" else 4
+    wide = compute_dtype(layout, query_dtype).itemsize
     words = 2 * tiles.columns(layout) * layout.rows * layout.pack * LANES * wide
     return tiles.slots * tiles.slot_bytes(layout) + queries + state + scores + words
 
@@ -207,7 +203,7 @@ def prefill_vmem_bytes(
 ) -> int:
     """VMEM of the prefill kernel: what is copied, what is computed with, and a tenth for spills."""
     query_bytes = jnp.dtype(query_dtype).itemsize
-    compute_bytes = 2 if query_bytes == 2 and layout.dtype != "float32" else 4
+    compute_bytes = compute_dtype(layout, query_dtype).itemsize
     lanes, heads = layout.lane_tiles * LANES, layout.num_kv_heads
     padded_heads = round_up(num_q_heads, 8 * 4 // query_bytes)
     queries = tiles.queries * padded_heads * lanes * (3 * query_bytes + compute_bytes)

@@ -16,14 +16,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import (
     LANES,
-    KVLayout,
     KVPages,
     QuantizedPages,
-    TokenSlots,
+    as_stored,
     layout_of,
     page_array,
-    put_scales,
-    quantize,
     token_slots,
 )
 from jaxattn.kernels.pallas.tiles import (
@@ -90,7 +87,10 @@ def ragged_paged_attention(
     num_pages, page_size = page_array(kv_pages).shape[:2]
     scales = kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None
     if update_kv_cache:
-        new_kv, scales = _new_tokens(layout, keys, values, slots, kv_pages)
+        # Scales are scattered here: a token's few are less than a copy can move.
+        new_kv, scales = as_stored(kv_pages, keys, values, slots)
+        taken = (slots.page < num_pages)[:, None, None, None]
+        new_kv = jnp.where(taken, new_kv, jnp.zeros_like(new_kv))  # zeros where no page takes it
     else:
         new_kv = jnp.zeros((1, layout.rows, layout.pack, LANES), page_array(kv_pages).dtype)
     # Beyond what a query sees through its image, a window bounds what decode sees.
@@ -170,29 +170,6 @@ def ragged_paged_attention(
 def _limit(needed: int, chip: Chip) -> int:
     """Half as much again as counted, for what the compiler adds; at least its own default."""
     return min(max(needed * 3 // 2, 32 * 2**20), chip.usable_vmem_bytes)
-
-
-def _new_tokens(
-    layout: KVLayout,
-    keys: Float[Array, "tokens kv_heads head_dim"],
-    values: Float[Array, "tokens kv_heads head_dim"],
-    slots: TokenSlots,
-    kv_pages: KVPages,
-) -> tuple[Array, Array | None]:
-    """New tokens as pages hold them, zeros where no page takes them; and the updated scales.
-
-    Scales are scattered here: a token's few are less than a copy can move.
-    """
-    pages = page_array(kv_pages)
-    scales = None
-    if isinstance(kv_pages, QuantizedPages):
-        keys, key_scales = quantize(keys, pages.dtype)
-        values, value_scales = quantize(values, pages.dtype)
-        new = layout.pack_scales(jnp.stack([key_scales, value_scales], axis=-1))
-        scales = put_scales(kv_pages.scales, new, *slots)
-    packed = layout.pack_tokens(keys.astype(pages.dtype), values.astype(pages.dtype))
-    taken = (slots.page < len(pages))[:, None, None, None]
-    return jnp.where(taken, packed, jnp.zeros_like(packed)), scales
 
 
 def _first_visible(

@@ -24,12 +24,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import LANES
+from jaxattn.kernels.pallas.products import LOG2_E
 from jaxattn.kernels.pallas.scalars import ceil_quotient
 from jaxattn.kernels.pallas.tiles import CLEARED, odd
 from jaxattn.kernels.pallas.tpu_decode_copies import Ring, either
 from jaxattn.kernels.pallas.tpu_decode_products import (
     HIDDEN,
-    LOG2_E,
     Tile,
     padded,
     spread_queries,

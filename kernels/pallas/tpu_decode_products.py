@@ -18,11 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from jaxattn.kernels.layout import LANES
+from jaxattn.kernels.pallas.products import LOG2_E, dot
 from jaxattn.kernels.pallas.scalars import quotient, remainder
 from jaxattn.kernels.pallas.tpu_decode_shape import DecodeShape
 from jaxattn.kernels.pallas.words import Ref, as_rows, load_words
 
-LOG2_E = 1.4426950408889634
 HIDDEN = -1e30  # finite: hidden - hidden is 0, not NaN
 
 
@@ -87,7 +87,7 @@ class Tile:
         """Scores times log2(e) (for exp2), hidden where not seen."""
         shape, layout = self.shape, self.shape.layout
         rows = shape.product_rows
-        scores = _dot(query, self.operand(product, 0), ((1,), (1,)))
+        scores = dot(query, self.operand(product, 0), ((1,), (1,)))
         if layout.shared[2] == 2:  # both halves of the head are in the word: q in two row halves
             scores = scores[:rows] + _roll(scores[rows:], -1, interpret=shape.interpret)
         if layout.is_quantized:
@@ -114,7 +114,7 @@ class Tile:
         shifts = [tile + (tiles if kinds == 2 else 0) for tile in range(tiles)]
         shifted = [_roll(weights, shift, interpret=shape.interpret) for shift in shifts]
         weights = jnp.concatenate(shifted, axis=0).astype(shape.compute_dtype)
-        out = _dot(weights, self.operand(product, 1), ((1,), (0,)))
+        out = dot(weights, self.operand(product, 1), ((1,), (0,)))
         lanes = layout.lane_tiles * LANES // tiles
         row = quotient(jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 0), rows // count)
         parts = []
@@ -125,14 +125,6 @@ class Tile:
                 picked = jnp.where(row == word, every[:, lanes * word : lanes * (word + 1)], picked)
             parts.append(picked)
         return jnp.concatenate(parts, axis=1)
-
-
-def _dot(left: Array, right: Array, contract: tuple) -> Float[Array, "rows columns"]:
-    # A float32 product in bfloat16 passes (the default) would not be float32 attention.
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        left, right, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def _roll(value: Array, shift: int, *, interpret: bool) -> Array:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.products import compute_dtype
 from jaxattn.kernels.pallas.tiles import DecodeTiles, round_up
 
 
@@ -78,6 +79,5 @@ class DecodeShape:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """bfloat16 if queries are, and pages are not wider."""
-        narrow = self.query_dtype == "bfloat16" and self.layout.dtype != "float32"
-        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        """Of the operands of both products."""
+        return compute_dtype(self.layout, self.query_dtype)

@@ -27,11 +27,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.products import LOG2_E
 from jaxattn.kernels.pallas.scalars import remainder
 from jaxattn.kernels.pallas.tiles import PrefillTiles, odd, round_up
 from jaxattn.kernels.pallas.tpu_prefill_copies import Copies
 from jaxattn.kernels.pallas.tpu_prefill_heads import load_heads_first, store_tokens_first
-from jaxattn.kernels.pallas.tpu_prefill_shape import LOG2_E, ONES, PrefillShape
+from jaxattn.kernels.pallas.tpu_prefill_shape import ONES, PrefillShape
 from jaxattn.kernels.pallas.tpu_prefill_softmax import Sight, Softmax, Unit
 from jaxattn.kernels.pallas.tpu_prefill_tile import unpack_tile
 from jaxattn.kernels.pallas.tpu_prefill_work import Job, Work

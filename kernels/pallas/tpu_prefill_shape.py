@@ -6,9 +6,9 @@ from math import gcd
 import jax.numpy as jnp
 
 from jaxattn.kernels.layout import LANES, KVLayout
+from jaxattn.kernels.pallas.products import LOG2_E, compute_dtype
 from jaxattn.kernels.pallas.tiles import PrefillTiles
 
-LOG2_E = 1.4426950408889634
 ONES = 16  # rows of ones below the values: whole registers in bfloat16 too
 
 
@@ -40,9 +40,8 @@ class PrefillShape:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """bfloat16 if queries are, and pages are not wider."""
-        narrow = self.query_dtype == "bfloat16" and self.layout.dtype != "float32"
-        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        """Of the operands of both products."""
+        return compute_dtype(self.layout, self.query_dtype)
 
     @property
     def query_scale(self) -> float:

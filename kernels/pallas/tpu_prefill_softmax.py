@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.mask import sees
+from jaxattn.kernels.pallas.products import dot
 from jaxattn.kernels.pallas.scalars import quotient
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillShape
 from jaxattn.kernels.pallas.words import Ref
@@ -175,11 +176,3 @@ class Softmax:
             out = refs.acc[state, : shape.value_dim] * factor
             for index, head in enumerate(heads):
                 yield head, out[:, index * block_q : (index + 1) * block_q].T
-
-
-def dot(left: Array, right: Array, contract: tuple) -> Float[Array, "rows columns"]:
-    """A product in float32; of float32 operands without bfloat16 passes, which are the default."""
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        left, right, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
