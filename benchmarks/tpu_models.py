@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.tpu_aot import Case, Compiled, compile_cases
 from jaxattn import PageTable, RaggedBatch, Target, group_layers
-from jaxattn.cache.pages import table_width, worst_demand
+from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.cache.state import cache_shapes
 from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import CONFIGS

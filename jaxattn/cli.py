@@ -118,7 +118,6 @@ def _generate(options: argparse.Namespace) -> int:
             "instruction-tuned checkpoint by --model",
             file=sys.stderr,
         )
-    _use_compilation_cache()
     start = time.perf_counter()
     llm = LLM(
         options.model,
@@ -155,16 +154,8 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _use_compilation_cache() -> None:
-    """Keep compiled steps for the next run."""
-    from jaxattn.models.gemma3.packaged import cache_folder
-
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
 def _plan(options: argparse.Namespace) -> int:
-    from jaxattn.cache.pages import worst_demand
+    from jaxattn.cache.sizing import worst_demand
     from jaxattn.models.gemma3.checkpoint import load_config
     from jaxattn.models.gemma3.model import layer_specs
 

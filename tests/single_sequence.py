@@ -6,7 +6,8 @@ import numpy as np
 from flax import nnx
 
 from jaxattn import PageTable, RaggedBatch, group_layers, init_cache
-from jaxattn.cache.pages import PageAllocator, table_width, worst_demand
+from jaxattn.cache.pages import PageAllocator
+from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
 
 
@@ -54,7 +55,7 @@ class SingleSequence:
         """Hidden states `[len(ids), embed]` of the sequence's next tokens."""
         size = min(padding for padding in self.paddings if padding >= len(ids))
         settled, self.length = self.length, self.length + len(ids)
-        assert self.pages.grow(0, self.length)
+        assert self.pages.grow({0: self.length})
         tables = tuple(
             PageTable(*map(jnp.asarray, self.pages.page_table(group, [0], rows=1, width=width)))
             for group, width in enumerate(self.widths)

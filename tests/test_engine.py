@@ -40,10 +40,10 @@ def engine():
 
 def assert_empty(engine):
     assert not engine.has_work
-    allocator = engine.runner.allocator
-    assert allocator is engine.scheduler.allocator
-    allocator.check()
-    assert allocator.free_pages == tuple(pages - 1 for pages in allocator.num_pages)
+    [scheduler] = engine.schedulers
+    scheduler.allocator.check()
+    assert scheduler.allocator.free_pages == tuple(pages - 1 for pages in engine.num_pages)
+    assert len(scheduler._slots) == scheduler.max_num_seqs
 
 
 def random_prompts(lengths, seed=0):
@@ -129,7 +129,7 @@ def test_prompts_that_come_later(engine):
 @pytest.mark.parametrize("chunk", range(1, 3 * WINDOW + 1))
 def test_chunks_of_every_size(engine, chunk, monkeypatch):
     prompt = random_prompts([3 * WINDOW + 2], seed=2)[0]
-    monkeypatch.setattr(engine.scheduler, "max_num_batched_tokens", chunk)
+    monkeypatch.setattr(engine.schedulers[0], "max_num_batched_tokens", chunk)
     each = run(engine, [prompt], SCORED)[0]
     assert_greedy(each)
     expected = oracle_logprobs(prompt)[np.arange(len(prompt) - 1), prompt[1:]]
@@ -258,30 +258,61 @@ def test_the_engines_eos_ends_a_continuation(engine, monkeypatch):
     assert run(engine, [prompt], ignoring)[0].new_tokens == tokens
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["runner.run", "runner._step", "scheduler.settle"])
-def test_a_failing_step_leaves_the_engine_usable(engine, error, where, monkeypatch):
-    prompts = random_prompts([6, 30, 40, 2, 9], seed=11)
-    expected = [each.new_tokens for each in run(engine, prompts)]
+WHERE = ["runner._step", "runner.load", "schedulers[0].settle", "_fetch"]
+
+
+def break_engine(engine, where, error, patch):
+    """The next call of `where` fails, with the buffers gone."""
 
     def fail(*args, **kwargs):
-        jax.tree.map(lambda pages: pages.delete(), engine.runner.cache)  # as donation does
+        patch.undo()
+        jax.tree.map(lambda pages: pages.delete(), engine.runner.buffers)  # as donation does
         raise error("in the middle")
 
-    owner, name = getattr(engine, where.split(".")[0]), where.split(".")[1]
-    for prompt in prompts:
-        add(engine, prompt)
+    owner, name = {
+        "runner._step": (engine.runner, "_step"),
+        "runner.load": (engine.runner, "load"),
+        "schedulers[0].settle": (engine.schedulers[0], "settle"),
+        "_fetch": (engine, "_fetch"),
+    }[where]
+    patch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_failing_step_ends_its_requests_and_no_others(engine, where, monkeypatch):
+    prompts = random_prompts([6, 30, 40, 2, 9, 11, 5], seed=11)
+    expected = [each.new_tokens for each in run(engine, prompts)]
+    sequences = [add(engine, prompt) for prompt in prompts]
     engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        with pytest.raises(error, match="in the middle"):
-            engine.step()
-    assert_empty(engine)
+    engine.step()
+    break_engine(engine, where, ValueError, monkeypatch)
+    news = [sequence for _ in range(100) for sequence in engine.step()]
+    failed = [each for each in sequences if each.finish_reason == "error"]
+    assert 0 < len(failed) < len(sequences)
+    for each in failed:
+        assert each in news and str(each.error) == "in the middle"
+    for each, tokens in zip(sequences, expected, strict=True):
+        assert each in failed or each.new_tokens == tokens
     assert [each.new_tokens for each in run(engine, prompts)] == expected
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_an_interrupted_step_drops_everything(engine, where, monkeypatch):
+    prompts = random_prompts([6, 30, 40, 2, 9, 11, 5], seed=11)
+    sequences = [add(engine, prompt) for prompt in prompts]
+    engine.step()
+    break_engine(engine, where, KeyboardInterrupt, monkeypatch)
+    with pytest.raises(KeyboardInterrupt, match="in the middle"):
+        for _ in range(100):
+            engine.step()
+    assert_empty(engine)
+    assert {each.finish_reason for each in sequences} <= {"abort", "error"}
+    for each in run(engine, prompts):
+        assert_greedy(each)
+
+
 def test_a_step_without_work_does_nothing(engine, monkeypatch):
-    monkeypatch.setattr(engine.runner, "run", None)
+    monkeypatch.setattr(engine.runner, "dispatch", None)
     assert engine.step() == []
 
 
@@ -295,7 +326,7 @@ def test_abort_leaves_the_others_alone(engine):
     engine.abort(sequences)
     for each in sequences[0::2]:
         assert_greedy(each)
-    assert all(each.finish_reason is None for each in sequences[1::2])
+    assert all(each.finish_reason == "abort" for each in sequences[1::2])
 
 
 @pytest.mark.parametrize(
@@ -360,6 +391,6 @@ def test_what_is_checked_at_construction_is_what_is_asked_while_tracing(hybrid, 
 
 
 def test_the_pools_are_of_the_planned_bytes(engine):
-    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.cache))
-    sizes = enumerate(engine.runner.num_pages)
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.buffers.cache))
+    sizes = enumerate(engine.num_pages)
     assert arrays == sum(count * engine.plan.page_bytes(group) for group, count in sizes)

@@ -11,7 +11,8 @@ import pytest
 
 from jaxattn import group_layers, init_cache
 from jaxattn.batch import PageTable, RaggedBatch
-from jaxattn.cache.pages import PageAllocator, table_width, worst_demand
+from jaxattn.cache.pages import PageAllocator
+from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
 from jaxattn.models.gemma3.model import Gemma3, layer_specs, random_weights
@@ -209,10 +210,10 @@ def test_sequences_of_a_batch_do_not_see_each_other(expected):
         pages.admit(seq)
         before = length - tokens
         if before:
-            assert pages.grow(seq, before)
+            assert pages.grow({seq: before})
             _, cache = step(IDS[:before], [seq], [before], [before], (0, 1, 1), cache)
             pages.settle(seq, before)
-        assert pages.grow(seq, length)
+        assert pages.grow({seq: length})
     ids = np.concatenate([IDS[n - t : n] for n, t in zip(lengths, new, strict=True)])
     logits, _ = step(ids, [0, 1, 2], lengths, new, (1, 3, 3), cache)
     wanted = np.concatenate([expected[n - t : n] for n, t in zip(lengths, new, strict=True)])

@@ -44,9 +44,9 @@ def make_llm(path, **options):
 
 def assert_empty(llm):
     assert not llm.engine.has_work
-    allocator = llm.engine.runner.allocator
-    allocator.check()
-    assert allocator.free_pages == tuple(pages - 1 for pages in allocator.num_pages)
+    [scheduler] = llm.engine.schedulers
+    scheduler.allocator.check()
+    assert scheduler.allocator.free_pages == tuple(pages - 1 for pages in llm.engine.num_pages)
 
 
 def texts(outputs):
@@ -236,11 +236,14 @@ def test_an_interrupt_leaves_the_llm_usable(llm, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for where in ("engine.runner.run", "engine.scheduler.settle", "tokenizer.stream", "_bar"):
-        *path, name = where.split(".")
-        owner = llm
-        for step in path:
-            owner = getattr(owner, step)
+    engine = llm.engine
+    for owner, name in (
+        (engine.runner, "dispatch"),
+        (engine.schedulers[0], "settle"),
+        (engine, "_fetch"),
+        (llm.tokenizer, "stream"),
+        (llm, "_bar"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -380,8 +383,8 @@ def test_progress_goes_to_standard_error(llm, gguf_path, capsys, monkeypatch):
 )
 def test_the_caches_bytes_are_the_plans(gguf_path, options):
     engine = make_llm(gguf_path, **options).engine
-    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.cache))
-    sizes = enumerate(engine.runner.num_pages)
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.buffers.cache))
+    sizes = enumerate(engine.num_pages)
     assert arrays == sum(count * engine.plan.page_bytes(group) for group, count in sizes)
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxattn.cache.pages import PageAllocator, demand, live_pages, table_width, worst_demand
+from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import group_layers
+from jaxattn.cache.sizing import demand, live_pages, table_width, worst_demand
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
@@ -170,7 +171,7 @@ class Schedules(RuleBasedStateMachine):
         owned = demand(MIXED, [(settled, before)])
         fits = all(np.subtract(wanted, owned) <= self.allocator.free_pages)
         state = self.state()
-        assert self.allocator.grow(seq_id, length) is fits
+        assert self.allocator.grow({seq_id: length}) is fits
         if not fits:
             assert self.state() == state
             return
@@ -260,7 +261,7 @@ def test_pools_of_the_worst_demand_never_run_dry(max_num_seqs, step_tokens, rand
             tokens = random.randint(0, min(budget, 40 - length))
             budget -= tokens
             lengths[seq_id] = length + tokens
-            assert allocator.grow(seq_id, length + tokens)
+            assert allocator.grow({seq_id: length + tokens})
         for group, width in enumerate(widths):
             allocator.page_table(group, list(lengths), rows=max_num_seqs, width=width)
         for seq_id, length in lengths.items():
@@ -273,15 +274,15 @@ def test_a_step_by_hand():
     allocator = PageAllocator(plan, [5, 6])
     allocator.admit("a")
     allocator.admit("b")
-    assert allocator.grow("a", 9) and allocator.grow("b", 3)
+    assert allocator.grow({"a": 9}) and allocator.grow({"b": 3})
     assert allocator.free_pages == (0, 1)
-    assert not allocator.grow("b", 5)  # group 1 has a page, group 0 does not: neither is taken
+    assert not allocator.grow({"b": 5})  # group 1 has a page, group 0 does not: neither is taken
     assert allocator.free_pages == (0, 1)
     allocator.settle("a", 7)  # the query at 7 sees key 3, on page 0
     assert allocator.free_pages == (0, 1)
     allocator.settle("a", 8)
     assert allocator.free_pages == (1, 1)
-    assert allocator.grow("b", 5)
+    assert allocator.grow({"b": 5})
 
     table, first_page = allocator.page_table(0, ["b", "a"], rows=3, width=4)
     assert table.dtype == first_page.dtype == np.int32
@@ -304,7 +305,7 @@ def test_callers_errors():
     with pytest.raises(ValueError, match=r"num_pages=\[5, 1\]: a group needs at least 2"):
         PageAllocator(plan, [5, 1])
     allocator = PageAllocator(plan, [9, 9])
-    for call in (allocator.release, lambda seq_id: allocator.grow(seq_id, 1)):
+    for call in (allocator.release, lambda seq_id: allocator.grow({seq_id: 1})):
         with pytest.raises(ValueError, match="seq_id='a' is not admitted"):
             call("a")
     with pytest.raises(ValueError, match="seq_id='a' is not admitted"):
@@ -312,11 +313,11 @@ def test_callers_errors():
     allocator.admit("a")
     with pytest.raises(ValueError, match="seq_id='a' is already admitted"):
         allocator.admit("a")
-    assert allocator.grow("a", 9)
+    assert allocator.grow({"a": 9})
     with pytest.raises(ValueError, match="has 9 tokens: length=8 would shrink it"):
-        allocator.grow("a", 8)
+        allocator.grow({"a": 8})
     with pytest.raises(ValueError, match="max_len=33 is longer than the plan's max_len=32"):
-        allocator.grow("a", 33)
+        allocator.grow({"a": 33})
     with pytest.raises(ValueError, match="0 tokens settled and 9 placed: cannot settle length=10"):
         allocator.settle("a", 10)
     allocator.settle("a", 6)
@@ -334,17 +335,17 @@ def test_check_sees_damage(damage):
     allocator = PageAllocator(make_plan((4, 5), max_len=32), [9])
     for seq_id in "ab":
         allocator.admit(seq_id)
-        assert allocator.grow(seq_id, 8)
+        assert allocator.grow({seq_id: 8})
     allocator.check()
     first, second = (allocator._sequences[seq_id].pages[0] for seq_id in "ab")
     match damage:
         case "leak":
-            allocator._free[0].pop()
+            allocator._pools[0]._free.pop()
         case "two owners":
             first[0] = second[0]
         case "null page":
             first[0] = 0
         case "extra page":
-            first.append(allocator._free[0].pop())
+            first.append(allocator._pools[0]._free.pop())
     with pytest.raises(AssertionError):
         allocator.check()

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis.extra import numpy as hnp
 
+from jaxattn.engine import sampler
 from jaxattn.engine.sampler import (
-    RowParams,
+    ParamTable,
     TokenHistory,
     _inverse_cdf,
-    choose,
     keep_likely,
     penalise,
-    top_logprobs,
+    token_history,
 )
 from jaxattn.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -26,12 +26,27 @@ VOCAB = 12
 LOGITS = np.array([2.0, 1.5, 1.5, 0.5, 0.0, 0.0, -1.0, -1.0, -2.0, -3.0, -8.0, 1.0], np.float32)
 
 
+top_logprobs = jax.jit(sampler.top_logprobs)
+compiled_choose = jax.jit(
+    lambda logits, params, history: sampler.choose(logits, params, lambda: history)
+)
+
+
+def choose(logits, params, history=None):
+    """The sampler's, by default with nothing in the history."""
+    nothing = TokenHistory(np.zeros(logits.shape, bool), np.zeros(logits.shape, np.int32))
+    return compiled_choose(logits, params, history or nothing)
+
+
 def rows_of(*params, seeds=None, samples=None, steps=None):
     count = len(params)
     seeds = range(count) if seeds is None else seeds
     samples = [0] * count if samples is None else samples
     steps = [0] * count if steps is None else steps
-    return RowParams.of(list(zip(params, seeds, samples, steps, strict=True)), count)
+    table = ParamTable(count)
+    for slot, each in enumerate(zip(params, seeds, samples, strict=True)):
+        table.set(slot, each[0], seed=each[1], sample=each[2])
+    return table.rows(np.arange(count), np.array(steps, np.int32))
 
 
 def expected_probabilities(logits, params):
@@ -54,7 +69,7 @@ def draw(logits, params, count=DRAWS):
     column = rows_of(params, params)  # two, so that a padding row is not needed
     many = jax.tree.map(lambda array: np.full(count, array[0]), column)
     many = replace(many, seed=np.arange(count, dtype=np.uint32))
-    return np.asarray(choose(np.tile(logits, (count, 1)), many, None))
+    return np.asarray(choose(np.tile(logits, (count, 1)), many))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +161,7 @@ def test_equal_logits():
     flat = np.zeros(VOCAB, np.float32)
     counts = np.bincount(draw(flat, SamplingParams(top_k=1)), minlength=VOCAB)
     assert (np.abs(counts / DRAWS - 1 / VOCAB) < 0.02).all()  # all tie
-    assert int(choose(flat[None], None, None)[0]) == 0
+    assert int(choose(flat[None], rows_of(SamplingParams(temperature=0)))[0]) == 0
 
 
 @pytest.mark.parametrize("asked", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
@@ -158,8 +173,18 @@ def test_minus_infinity_is_never_drawn(asked):
 
 def test_greedy():
     logits = np.random.default_rng(0).normal(size=(5, VOCAB)).astype(np.float32)
-    np.testing.assert_array_equal(choose(logits, None, None), logits.argmax(axis=1))
-    assert RowParams.of([(SamplingParams(temperature=0), 1, 0, 0)] * 3, 4) is None
+    params = rows_of(*[SamplingParams(temperature=0)] * 5)
+    np.testing.assert_array_equal(choose(logits, params), logits.argmax(axis=1))
+    unset = ParamTable(5).rows(np.arange(5), np.zeros(5, np.int32))
+    np.testing.assert_array_equal(choose(logits, unset), logits.argmax(axis=1))
+
+
+def test_the_history_is_that_of_the_tokens():
+    tokens = np.array([[3, 5, 3, 5, 5, 7, 9], [4, 4, 1, 8, 8, 8, 8]], np.int32)
+    history = token_history(tokens, np.array([3, 2], np.int32), np.array([6, 3], np.int32), VOCAB)
+    expected = history_of([[3, 5], [4]], [[5, 5, 7], [1]])  # what is beyond the length is not read
+    np.testing.assert_array_equal(history.in_prompt, expected.in_prompt)
+    np.testing.assert_array_equal(history.counts, expected.counts)
 
 
 def test_greedy_rows_among_random_ones():
@@ -167,7 +192,7 @@ def test_greedy_rows_among_random_ones():
     logits = rng.normal(size=(64, VOCAB)).astype(np.float32)
     greedy, random = SamplingParams(temperature=0), SamplingParams(temperature=5.0)
     params = rows_of(*[greedy if row % 2 else random for row in range(64)])
-    chosen = np.asarray(choose(logits, params, None))
+    chosen = np.asarray(choose(logits, params))
     best = logits.argmax(axis=1)
     np.testing.assert_array_equal(chosen[1::2], best[1::2])
     assert (chosen[::2] != best[::2]).sum() > 10
@@ -181,27 +206,25 @@ def test_a_draw_depends_on_its_own_row_only():
         for _ in range(32)
     ]
     seeds, samples, steps = rng.integers(0, 2**32, 32), rng.integers(0, 4, 32), range(32)
-    batch = np.asarray(
-        choose(logits, rows_of(*asked, seeds=seeds, samples=samples, steps=steps), None)
-    )
+    batch = np.asarray(choose(logits, rows_of(*asked, seeds=seeds, samples=samples, steps=steps)))
     order = rng.permutation(32)
     shuffled = rows_of(
         *[asked[row] for row in order], seeds=seeds[order], samples=samples[order], steps=order
     )
-    np.testing.assert_array_equal(choose(logits[order], shuffled, None), batch[order])
+    np.testing.assert_array_equal(choose(logits[order], shuffled), batch[order])
     for row in range(0, 32, 5):
         alone = rows_of(asked[row], seeds=[seeds[row]], samples=[samples[row]], steps=[steps[row]])
-        assert int(choose(logits[row : row + 1], alone, None)[0]) == batch[row]
+        assert int(choose(logits[row : row + 1], alone)[0]) == batch[row]
 
 
 @pytest.mark.parametrize("varied", ["seeds", "samples", "steps"])
 def test_seed_sample_and_step_all_count(varied):
     flat = np.zeros((64, 1000), np.float32)
     fixed = {"seeds": [7] * 64, "samples": [0] * 64, "steps": [0] * 64}
-    same = np.asarray(choose(flat, rows_of(*[SamplingParams()] * 64, **fixed), None))
+    same = np.asarray(choose(flat, rows_of(*[SamplingParams()] * 64, **fixed)))
     assert len(set(same.tolist())) == 1
     fixed[varied] = range(64)
-    different = np.asarray(choose(flat, rows_of(*[SamplingParams()] * 64, **fixed), None))
+    different = np.asarray(choose(flat, rows_of(*[SamplingParams()] * 64, **fixed)))
     assert len(set(different.tolist())) > 50
 
 

@@ -165,15 +165,3 @@ def test_tokens_are_taken_once():
     each.add_token(99)
     assert each.take_tokens() == [99]
     assert each.new_tokens == [97, 98, 99]
-
-
-def test_history():
-    each = sequence(prompt=(3, 4, 4))
-    in_prompt, counts = each.history(10)
-    assert in_prompt.nonzero()[0].tolist() == [3, 4]
-    assert counts.tolist() == [0] * 10 and counts.dtype == "int32"
-    for token in (7, 4, 7):
-        each.add_token(token)
-    in_prompt, counts = each.history(10)
-    assert in_prompt.nonzero()[0].tolist() == [3, 4]
-    assert counts.tolist() == [0, 0, 0, 0, 1, 0, 0, 2, 0, 0]

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from jaxattn.cache.pages import check_max_len, demand
+from jaxattn.cache.sizing import check_max_len, demand
 from jaxattn.spec import LayerSpec, StoreSpec, check_positive_int
 
 

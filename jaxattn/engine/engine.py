@@ -1,37 +1,53 @@
 """The engine: `step()` is schedule, run, settle. Token ids in, token ids and text out."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxattn.cache.pages import table_width
+from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan, group_layers
+from jaxattn.cache.sizing import capacity, pool_pages, table_width, worst_demand
 from jaxattn.engine.outputs import Logprob
-from jaxattn.engine.runner import Runner
+from jaxattn.engine.runner import HEADS, Dispatched, Results, Runner
 from jaxattn.engine.sampler import TopLogprobs
-from jaxattn.engine.scheduler import Scheduled, Scheduler
+from jaxattn.engine.scheduler import STEPS_IN_FLIGHT, Scheduled, Scheduler
 from jaxattn.engine.sequence import Sequence, TextStream
+from jaxattn.engine.stats import EngineStats
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.models.gemma3.sharding import weight_specs
 from jaxattn.registry import Need, Target, select
 from jaxattn.sampling import SamplingParams
+from jaxattn.sharding import pages_sharding
 from jaxattn.spec import check_positive_int
 
 
 class Engine:
-    """Continuations of many prompts on one model, one cache and a few compiled shapes.
+    """Continuations of many prompts on one model, a paged cache and a few compiled shapes.
+
+    Not thread safe: one thread owns it.
 
     Args:
-        model: the text model; its embedding's dtype is the activations' dtype.
+        model: the text model; its embedding's dtype is the activations' dtype. On a mesh its
+            weights lie as `weight_specs` says.
         eos_ids: tokens that end a continuation.
         kv_dtype: stored type of keys and values.
         page_size: tokens of a page.
         max_model_len: most tokens of a sequence, prompt included.
-        max_num_seqs: sequences in flight; the cache holds this many of `max_model_len`.
+        max_num_seqs: most sequences that run at a time, on each replica.
         max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
+        memory: bytes of the cache of one replica, over all of its devices. None: what
+            `max_num_seqs` sequences of `max_model_len` need.
+        expected_len: tokens of a typical sequence, None: `max_model_len`. `memory` is divided
+            among the groups for as many of these as possible.
         hybrid_kv_cache: whether windowed layers keep only what their window can see. Outputs are
             the same either way.
+        prefix_reuse: whether requests that begin alike share pages. Outputs are the same.
         backend: attention backend, see `jaxattn.ragged_paged_attention`.
+        mesh: see `Runner`. A request runs on one replica, the one with least to do.
         token_text: the text of one token id, for the reports of log-probabilities.
     """
 
@@ -45,11 +61,15 @@ class Engine:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        memory: int | None = None,
+        expected_len: int | None = None,
         hybrid_kv_cache: bool = True,
+        prefix_reuse: bool = True,
         backend: str | None = None,
+        mesh: Mesh | None = None,
         token_text: Callable[[int], str] = str,
     ):
-        self.plan = plan_engine(
+        self.plan, self.num_pages = plan_engine(
             model.config,
             dtype=model.embed[...].dtype.name,
             kv_dtype=kv_dtype,
@@ -57,29 +77,84 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            memory=memory,
+            expected_len=expected_len,
             hybrid_kv_cache=hybrid_kv_cache,
+            prefix_reuse=prefix_reuse,
             backend=backend,
+            tensor_parallel=mesh.shape[HEADS] if mesh else 1,
         )
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_ids = eos_ids
         self.buckets = token_buckets(max_num_seqs, max_num_batched_tokens)
         self.runner = Runner(
-            model, self.plan, max_num_seqs=max_num_seqs, buckets=self.buckets, backend=backend
-        )
-        self.scheduler = Scheduler(
-            self.runner.allocator,
+            model,
+            self.plan,
+            num_pages=self.num_pages,
+            widths=table_widths(self.plan, max_model_len, max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
             buckets=self.buckets,
+            backend=backend,
+            mesh=mesh,
         )
+        self._prefix_reuse = prefix_reuse
+        self.schedulers = [
+            Scheduler(
+                self._new_allocator(),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                buckets=self.buckets,
+            )
+            for _ in range(self.runner.num_replicas)
+        ]
         self._token_text = token_text
         self._next_id = 0
+        self._in_flight: deque[Dispatched] = deque()
+        self._scheduled: list[list[Scheduled]] = []
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._step_seconds = self._wait_seconds = 0.0
+
+    def _new_allocator(self) -> PageAllocator:
+        return PageAllocator(self.plan, self.num_pages, prefix_reuse=self._prefix_reuse)
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is waiting or running."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a sequence is waiting or running, or a step is not settled."""
+        return bool(self._in_flight) or any(each.has_work for each in self.schedulers)
+
+    def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Compile every shape in `buckets` now; `progress(how many are done)`."""
+        self.runner.precompile(progress)
+
+    def capacity(self, length: int) -> int:
+        """How many sequences of `length` tokens the cache holds at a time, over all replicas."""
+        sequences = capacity(
+            self.plan, self.num_pages, length=length, step_tokens=self.max_num_batched_tokens
+        )
+        return sequences * len(self.schedulers)
+
+    def stats(self) -> EngineStats:
+        """What it has done and holds."""
+        total, free = np.zeros((2, len(self.plan.groups)), int)
+        for each in self.schedulers:
+            total += np.subtract(self.num_pages, 1)
+            free += each.allocator.free_pages
+        return EngineStats(
+            waiting=sum(len(each.waiting) for each in self.schedulers),
+            running=sum(len(each.running) for each in self.schedulers),
+            preemptions=sum(each.num_preemptions for each in self.schedulers),
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_query_tokens=sum(each.prefix_query_tokens for each in self.schedulers),
+            prefix_hit_tokens=sum(each.prefix_hit_tokens for each in self.schedulers),
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            host_seconds=self._step_seconds - self._wait_seconds,
+            pages_used=tuple((total - free).tolist()),
+            pages_total=tuple(total.tolist()),
+        )
 
     def check_prompt(self, token_ids: list[int]) -> None:
         """Raise ValueError for a prompt that cannot be served."""
@@ -119,66 +194,126 @@ class Engine:
             stream=stream,
         )
         self._next_id += 1
-        self.scheduler.add(sequence)
+        self._prompt_tokens += sequence.num_prompt
+        min(self.schedulers, key=lambda each: each.num_tokens).add(sequence)
         return sequence
 
     def step(self) -> list[Sequence]:
-        """Schedule, run, settle. Returns the sequences that computed something."""
-        if not self.has_work:
-            return []
-        try:
-            step = self.scheduler.schedule()
-            self._settle(step, *self.runner.run(step))
-        except BaseException:  # also Ctrl-C: the donated cache may be gone, and with it everything
-            self._reset()
-            raise
-        return [sequence for sequence, _ in step]
+        """Schedule, run, settle: starts a step, and settles the one before it meanwhile.
 
-    def _settle(
-        self,
-        step: list[Scheduled],
-        tokens: np.ndarray,
-        logprobs: TopLogprobs | None,
-        prompt_logprobs: TopLogprobs | None,
-    ) -> None:
+        Returns the sequences with news: new tokens, or an end. A step that fails ends its
+        sequences with the finish reason "error"; others begin again.
+        """
+        start = time.perf_counter()
+        self._scheduled = []
+        news: list[Sequence] = []
+        try:
+            started = self._start()
+            if self._in_flight and (len(self._in_flight) == STEPS_IN_FLIGHT or not started):
+                news = self._settle(self._in_flight[0], self._fetch(self._in_flight[0]))
+                self._in_flight.popleft()
+        except Exception as error:
+            news = self._fail(error)
+        except BaseException:  # Ctrl-C: the buffers may be gone, and with them everything
+            self._fail(RuntimeError("interrupted"))
+            self.abort(self._all())
+            raise
+        self._step_seconds += time.perf_counter() - start
+        assert news or self._in_flight or not self.has_work, "nobody can go on: pools too small"
+        return news
+
+    def _start(self) -> bool:
+        """Schedule a step and start it; False if there is nothing to compute now."""
+        self._scheduled = [each.schedule() for each in self.schedulers]
+        if not any(self._scheduled):
+            return False
+        allocators = [each.allocator for each in self.schedulers]
+        self._in_flight.append(self.runner.dispatch(self._scheduled, allocators))
+        self._steps += 1
+        return True
+
+    def _fetch(self, step: Dispatched) -> Results:
+        start = time.perf_counter()
+        try:
+            return step.fetch()
+        finally:
+            self._wait_seconds += time.perf_counter() - start
+
+    def _settle(self, step: Dispatched, results: Results) -> list[Sequence]:
         """Give every sequence of a step what was computed for it."""
-        start = 0
-        for row, (sequence, count) in enumerate(step):
-            if prompt_logprobs is not None and sequence.params.prompt_logprobs is not None:
-                wanted = min(count, sequence.num_prompt - 1 - sequence.num_settled)
-                first = sequence.num_settled + 1
-                for offset in range(wanted):
-                    sequence.prompt_logprobs.append(
-                        self._report(
-                            prompt_logprobs,
-                            start + offset,
-                            sequence.tokens[first + offset],
-                            sequence.params.prompt_logprobs,
-                        )
-                    )
-            start += count
-            if step[row].samples and logprobs is not None and sequence.params.logprobs is not None:
-                report = self._report(logprobs, row, int(tokens[row]), sequence.params.logprobs)
-                sequence.logprobs.append(report)
-        samples = [each.samples for each in step]
-        self.scheduler.settle(step)
-        for row, (sequence, _) in enumerate(step):
-            if samples[row]:
-                sequence.add_token(int(tokens[row]))
-            if sequence.finish_reason is not None:
-                self.scheduler.finish(sequence)
+        news = []
+        for replica, (scheduler, shares) in enumerate(
+            zip(self.schedulers, step.shares, strict=True)
+        ):
+            scheduler.settle(shares)
+            flat = 0
+            for row, share in enumerate(shares):
+                sequence = share.sequence
+                if sequence.finish_reason is None:
+                    news.append(sequence)
+                    if results.prompt_logprobs is not None:
+                        scores = results.prompt_logprobs.of(replica)
+                        self._score_prompt(sequence, share, scores, flat)
+                    if share.samples:
+                        token = int(results.chosen[replica, row])
+                        if results.logprobs is not None:
+                            self._score(sequence, token, results.logprobs.of(replica), row)
+                        sequence.add_token(token)
+                        self._generated_tokens += 1
+                    if sequence.finish_reason is not None:
+                        scheduler.finish(sequence)
+                flat += share.num_tokens
+        return news
+
+    def _score(self, sequence: Sequence, token: int, scores: TopLogprobs, row: int) -> None:
+        """Report a chosen token's log-probability, if that is asked for."""
+        top = sequence.params.logprobs
+        if top is not None:
+            sequence.logprobs.append(self._report(scores, row, token, top))
+
+    def _score_prompt(
+        self, sequence: Sequence, share: Scheduled, scores: TopLogprobs, flat: int
+    ) -> None:
+        """Report the prompt tokens that follow a share's tokens; `flat` is its first row."""
+        top = sequence.params.prompt_logprobs
+        if top is None:
+            return
+        for offset in range(share.num_tokens):
+            position = share.start + offset + 1
+            if position == len(sequence.prompt_logprobs) + 1 and position < sequence.num_prompt:
+                token = sequence.tokens[position]
+                sequence.prompt_logprobs.append(self._report(scores, flat + offset, token, top))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Drop sequences, waiting or running, and free their pages. Finished ones stay."""
+        """End sequences, waiting or running, and free their pages. Finished ones stay."""
         for sequence in sequences:
-            self.scheduler.finish(sequence)
+            if sequence.finish_reason is None:
+                sequence.end("abort")
+                for scheduler in self.schedulers:
+                    scheduler.finish(sequence)
 
-    def _reset(self) -> None:
-        """Drop everything and start with an empty cache."""
-        self.scheduler.waiting.clear()
-        self.scheduler.running.clear()
+    def _all(self) -> list[Sequence]:
+        return [
+            sequence
+            for scheduler in self.schedulers
+            for sequence in (*scheduler.running, *scheduler.waiting)
+        ]
+
+    def _fail(self, error: Exception) -> list[Sequence]:
+        """End the sequences of the steps that are lost; the cache is, for everybody."""
+        lost = [*self._scheduled, *(shares for step in self._in_flight for shares in step.shares)]
+        self._in_flight.clear()
+        failed = []
+        for scheduler in self.schedulers:
+            scheduler.restart(self._new_allocator())
+        for sequence in {id(s.sequence): s.sequence for step in lost for s in step}.values():
+            if sequence.finish_reason is None:
+                sequence.end("error", error)
+                failed.append(sequence)
+                for scheduler in self.schedulers:
+                    scheduler.finish(sequence)
         self.runner.reset()
-        self.scheduler.allocator = self.runner.allocator
+        return failed
 
     def _report(self, scores: TopLogprobs, row: int, token: int, top: int) -> dict[int, Logprob]:
         """The given token first, then the `top` most likely ones."""
@@ -201,19 +336,27 @@ def plan_engine(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    hybrid_kv_cache: bool,
-    backend: str | None,
-) -> CachePlan:
-    """The cache plan of an engine; see `Engine` for the arguments, `dtype` is the activations'.
+    memory: int | None = None,
+    expected_len: int | None = None,
+    hybrid_kv_cache: bool = True,
+    prefix_reuse: bool = True,
+    backend: str | None = None,
+    tensor_parallel: int = 1,
+) -> tuple[CachePlan, tuple[int, ...]]:
+    """The cache plan of an engine and the pages of each group's pool, the null page included.
 
-    Needs no weights, so that options are refused before they are loaded: ValueError, TypeError,
-    UnsupportedAttentionError.
+    See `Engine` for the arguments; `dtype` is the activations'. Needs no weights, so that options
+    are refused before they are loaded: ValueError, TypeError, UnsupportedAttentionError.
     """
     check_positive_int("max_num_seqs", max_num_seqs)
     check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
     check_positive_int("max_model_len", max_model_len)
-    if not isinstance(hybrid_kv_cache, bool):
-        raise TypeError(f"{hybrid_kv_cache=}: expected True or False")
+    for name, value in (("memory", memory), ("expected_len", expected_len)):
+        if value is not None:
+            check_positive_int(name, value)
+    for name, value in (("hybrid_kv_cache", hybrid_kv_cache), ("prefix_reuse", prefix_reuse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
     if max_model_len < 2:
         raise ValueError(f"{max_model_len=}: a prompt token and a new token need at least 2")
     if max_model_len > config.max_position:
@@ -223,13 +366,14 @@ def plan_engine(
             f"{max_num_batched_tokens=} is less than {max_num_seqs=}: a step must hold one "
             "token of every sequence"
         )
+    if expected_len is not None and expected_len > max_model_len:
+        raise ValueError(f"{expected_len=} is longer than {max_model_len=}")
+    weight_specs(config, HEADS, tensor_parallel)  # raises what cannot be cut
     specs = layer_specs(config, page_size=page_size, kv_dtype=kv_dtype)
     plan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
-    widths = [
-        table_width(plan, group, max_len=max_model_len, step_tokens=max_num_batched_tokens)
-        for group in range(len(plan.groups))
-    ]
+    widths = table_widths(plan, max_model_len, max_num_batched_tokens)
     for layer in plan.layers:
+        pages_sharding(layer.store.layout, HEADS, tensor_parallel)
         need = Need(
             target=Target.current(),
             sliding_window=layer.mask.sliding_window,
@@ -237,8 +381,8 @@ def plan_engine(
             sinks=layer.mask.sinks,
             image_rule="none",  # the engine passes no spans
             causal=layer.mask.causal,
-            num_q_heads=layer.num_q_heads,
-            num_kv_heads=layer.store.num_kv_heads,
+            num_q_heads=layer.num_q_heads // tensor_parallel,
+            num_kv_heads=layer.store.num_kv_heads // tensor_parallel,
             head_dim=layer.store.head_dim,
             page_size=page_size,
             query_dtype=dtype,
@@ -250,11 +394,44 @@ def plan_engine(
             tiles=None,
         )
         select(need, backend)
-    return plan
+    if memory is None:
+        pages = worst_demand(
+            plan,
+            max_num_seqs=max_num_seqs,
+            max_len=max_model_len,
+            step_tokens=STEPS_IN_FLIGHT * max_num_batched_tokens,
+        )
+        return plan, tuple(1 + count for count in pages)
+    num_pages = pool_pages(
+        plan,
+        memory,
+        max_len=max_model_len,
+        typical_len=expected_len or max_model_len,
+        step_tokens=max_num_batched_tokens,
+    )
+    return plan, num_pages
+
+
+def table_widths(
+    plan: CachePlan, max_model_len: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """The most live pages of a sequence in each group, with two steps in flight."""
+    return tuple(
+        table_width(
+            plan,
+            group,
+            max_len=max_model_len,
+            step_tokens=STEPS_IN_FLIGHT * max_num_batched_tokens,
+        )
+        for group in range(len(plan.groups))
+    )
 
 
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The token counts that steps are compiled for: 1, 2, powers of 4 from 8, and both limits."""
+    """The token counts that steps are compiled for: 1, 2, powers of 4 from 8, and both limits.
+
+    A step of so many tokens has rows for as many sequences, at most `max_num_seqs`.
+    """
     sizes = [1, 2, *(8 * 4**exponent for exponent in range(16)), max_num_seqs]
     return tuple(
         sorted({size for size in sizes if size < max_num_batched_tokens} | {max_num_batched_tokens})

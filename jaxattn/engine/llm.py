@@ -5,10 +5,15 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, Literal
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxattn.engine.devices import (
+    free_memory,
+    make_mesh,
+    place_weights,
+    use_compilation_cache,
+)
 from jaxattn.engine.engine import Engine, plan_engine
 from jaxattn.engine.outputs import RequestOutput, StreamChunk
 from jaxattn.engine.sequence import Sequence as Continuation
@@ -36,12 +41,22 @@ class LLM:
         kv_dtype: stored type of keys and values; None is `dtype`.
         page_size: tokens of a cache page.
         max_model_len: most tokens of a sequence, prompt included; None: the model's limit, at
-            most 8192 (the cache is allocated for `max_num_seqs` sequences of this length).
-        max_num_seqs: sequences in flight at a time; more prompts wait.
+            most 8192.
+        max_num_seqs: most sequences that run at a time; more prompts wait.
         max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
+        memory: bytes of the KV cache on each device. None: 9 tenths of what the device has left
+            once the weights are there; on CPU what `max_num_seqs` sequences of `max_model_len`
+            need. Where sequences need more, some wait or are computed again.
+        expected_len: tokens of a typical sequence, to divide `memory` well; None: `max_model_len`.
         hybrid_kv_cache: False stores windowed layers like global ones; outputs are the same.
+        prefix_reuse: False computes every prompt whole; outputs are the same.
         backend: attention backend; None is the first that supports the model here.
+        tensor_parallel: devices that share the heads of one replica.
+        data_parallel: replicas, each with its own cache and `max_num_seqs` sequences. The first
+            `tensor_parallel * data_parallel` devices that JAX sees are used.
         seed: of requests that state none.
+        compilation_cache: a folder in which compiled steps are kept for later processes, by JAX's
+            persistent cache; None: JAX's own setting, or where that has none, ~/.cache/jaxattn.
         progress: show progress bars (on standard error).
     """
 
@@ -55,9 +70,15 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
+        memory: int | None = None,
+        expected_len: int | None = None,
         hybrid_kv_cache: bool = True,
+        prefix_reuse: bool = True,
         backend: str | None = None,
+        tensor_parallel: int = 1,
+        data_parallel: int = 1,
         seed: int = 0,
+        compilation_cache: str | PathLike[str] | None = None,
         progress: bool = True,
     ):
         if dtype not in ("float32", "bfloat16"):
@@ -67,7 +88,9 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise ValueError(f"{seed=}: expected an int of at least 0 and at most {2**32 - 1}")
-        path = resolve_model(str(model))
+        mesh = make_mesh(tensor_parallel=tensor_parallel, data_parallel=data_parallel)
+        self.name = str(model)
+        path = resolve_model(self.name)
         config = load_config(str(path))
         if max_model_len is None:
             max_model_len = min(config.max_position, _DEFAULT_MAX_MODEL_LEN)
@@ -77,10 +100,15 @@ class LLM:
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "memory": None if memory is None else memory * tensor_parallel,
+            "expected_len": expected_len,
             "hybrid_kv_cache": hybrid_kv_cache,
+            "prefix_reuse": prefix_reuse,
             "backend": backend,
         }
-        plan_engine(config, dtype=dtype, **options)  # refuses before the weights are loaded
+        # Refuses before the weights are loaded.
+        plan_engine(config, dtype=dtype, tensor_parallel=tensor_parallel, **options)
+        use_compilation_cache(compilation_cache)
         self.tokenizer: Tokenizer = load_tokenizer(path)
         self._progress = progress
         with self._bar() as bar:
@@ -90,14 +118,29 @@ class LLM:
                 dtype=dtype,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        arrays = {name: jax.device_put(weights.pop(name)) for name in list(weights)}
+        arrays = place_weights(config, weights, mesh)
+        if options["memory"] is None:
+            options["memory"] = free_memory(mesh)
         self.engine = Engine(
             Gemma3(config, arrays),
             eos_ids=self.tokenizer.eos_ids,
             token_text=self.tokenizer.token,
+            mesh=mesh,
             **options,
         )
         self._next_seed = seed
+
+    def precompile(self) -> None:
+        """Compile every shape of a step now, with a progress bar, not when it first comes."""
+        with self._bar() as bar:
+            task = bar.add_task("compiling", total=len(self.engine.buckets), speed="")
+            self.engine.precompile(lambda done: bar.update(task, completed=done))
+
+    def next_seed(self) -> int:
+        """The seed of the next request that states none."""
+        seed = self._next_seed
+        self._next_seed = (seed + 1) % 2**32
+        return seed
 
     def generate(
         self,
@@ -188,13 +231,8 @@ class LLM:
         requests: list[tuple[str | None, list[int], SamplingParams]],
         continuations: list[Continuation],
     ) -> None:
-        if self.engine.has_work:
-            raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
         for number, (_, ids, params) in enumerate(requests):
-            seed = params.seed
-            if seed is None:
-                seed = self._next_seed
-                self._next_seed = (self._next_seed + 1) % 2**32
+            seed = self.next_seed() if params.seed is None else params.seed
             for index in range(params.n):
                 continuations.append(
                     self.engine.add(
@@ -213,13 +251,19 @@ class LLM:
         continuations: list[Continuation],
     ) -> Generator[StreamChunk]:
         """Queue the requests into `continuations`, step until all are done, yield what is new."""
+        if self.engine.has_work:
+            raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
         try:
             self._add(requests, continuations)
             while any(each.finish_reason is None for each in continuations):
                 for sequence in self.engine.step():
+                    if sequence.error is not None:
+                        raise sequence.error
                     yield _chunk(sequence)
         finally:
             self.engine.abort(continuations)
+            while any(each.slot is not None for each in continuations):
+                self.engine.step()  # settles the step that still runs
 
     def _complete(
         self, requests: list[tuple[str | None, list[int], SamplingParams]]

@@ -1,189 +1,273 @@
-"""The compiled step: tokens in, logits out, cache donated. One compilation for each bucket."""
+"""Runs the compiled step: host arrays in, buffers donated, results fetched when they are ready."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
 
 from jaxattn.batch import PageTable, RaggedBatch
-from jaxattn.cache.pages import PageAllocator, table_width, worst_demand
+from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan
-from jaxattn.cache.state import CacheState, init_cache
-from jaxattn.engine.sampler import (
-    RowParams,
-    TokenHistory,
-    TopLogprobs,
-    choose,
-    top_logprobs,
-)
+from jaxattn.cache.state import CacheState, cache_shapes
+from jaxattn.engine.sampler import ParamTable, TopLogprobs
 from jaxattn.engine.scheduler import Scheduled
+from jaxattn.engine.sequence import Sequence as Continuation
+from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
 from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.sharding import pages_sharding
 
-_SCORE_ROWS = 32  # prompt tokens whose whole logits exist at one time
+DATA, HEADS = "data", "heads"  # the axes of an engine's mesh: requests, and what heads cut
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step computed, on the host: `[replica, row]` or `[replica, flat token]`."""
+
+    chosen: Int32[np.ndarray, "replicas rows"]
+    logprobs: TopLogprobs | None
+    prompt_logprobs: TopLogprobs | None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step that runs: its shares on each replica, and what to fetch of it."""
+
+    shares: list[list[Scheduled]]
+    wanted: tuple[Any, Any, Any]
+
+    def fetch(self) -> Results:
+        """Wait for the step. Raises what went wrong on the device."""
+        fetched = jax.device_get(self.wanted)
+        replicas = len(self.shares)
+        return Results(
+            *jax.tree.map(lambda rows: rows.reshape(replicas, -1, *rows.shape[1:]), fetched)
+        )
 
 
 class Runner:
-    """Owns the model's weights and the cache on the device, and runs steps on them."""
+    """Owns the model's weights and the buffers on the device, and runs steps on them.
+
+    `mesh`: None, or one with the axes `data` (every replica has a cache of its own and runs its
+    own sequences) and `heads` (devices that share the heads of one replica).
+    """
 
     def __init__(
         self,
         model: Gemma3,
         plan: CachePlan,
         *,
+        num_pages: Sequence[int],
+        widths: Sequence[int],
         max_num_seqs: int,
         buckets: tuple[int, ...],
         backend: str | None,
+        mesh: Mesh | None = None,
     ):
         self.plan = plan
         self.buckets = buckets
-        self.max_num_seqs = max_num_seqs
-        self.vocab_size = model.config.vocab_size
-        limits = {"max_len": plan.max_len, "step_tokens": buckets[-1]}
-        demand = worst_demand(plan, max_num_seqs=max_num_seqs, **limits)
-        self.num_pages = tuple(pages + 1 for pages in demand)
-        self._widths = tuple(
-            table_width(plan, group, **limits) for group in range(len(plan.groups))
-        )
-        graph, state = nnx.split(model)
-        # Flat: flattening the nested state in Python would cost each step a millisecond.
-        self._weights, tree = jax.tree.flatten(state)
-        rebuild = partial(_rebuild, graph, tree)
+        self.num_pages = tuple(num_pages)
+        self.mesh = mesh
+        self.num_replicas = mesh.shape[DATA] if mesh else 1
+        self._max_num_seqs = max_num_seqs
+        self._widths = tuple(widths)
+        # One slot more than sequences: that of padding rows, always greedy.
+        self._params = [ParamTable(max_num_seqs + 1) for _ in range(self.num_replicas)]
+        self._num_prompt = np.zeros((self.num_replicas, max_num_seqs + 1), np.int32)
+        attention: dict[str, Any] = {"backend": backend}
+        if mesh and mesh.shape[HEADS] > 1:
+            attention["heads_axis"] = HEADS
+        self._weights, step = make_step(model, plan, **attention)
         self._step = jax.jit(
-            partial(_step, rebuild, plan, backend),
-            donate_argnames="cache",
+            partial(self._on_replicas, step),
+            static_argnames="num_tokens",
+            donate_argnames="buffers",
             compiler_options=_compiler_options(),
         )
-        self._score = jax.jit(partial(_score, rebuild))
+        self._load = jax.jit(_load, donate_argnums=0)
         self.reset()
+
+    def _on_replicas(
+        self,
+        step: Callable,
+        weights: list[Array],
+        buffers: Buffers,
+        inputs: Any,
+        *,
+        num_tokens: int,
+    ) -> tuple[Buffers, StepOutputs]:
+        """The step on every replica's part of the buffers and inputs."""
+        own = partial(step, num_tokens=num_tokens)
+        if self.num_replicas > 1:
+            cut = PartitionSpec(DATA)
+            own = jax.shard_map(
+                own,
+                mesh=self.mesh,
+                in_specs=(PartitionSpec(), cut, cut),
+                out_specs=cut,
+                axis_names={DATA},
+            )
+        return own(weights, buffers, inputs)
 
     def reset(self) -> None:
         """Start with an empty cache (after a step that failed, its donated cache is gone)."""
-        self.cache = init_cache(self.plan, self.num_pages)
-        self.allocator = PageAllocator(self.plan, self.num_pages)
+        with self._in_mesh():
+            shapes = self.buffer_shapes()
+            make = jax.jit(
+                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
+            )
+            self.buffers: Buffers = make()
+
+    def buffer_shapes(self) -> Buffers:
+        """Shapes, dtypes and shardings of the buffers of all replicas."""
+
+        def whole(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = (self.num_replicas * leaf.shape[0], *leaf.shape[1:])
+            sharding = self._sharding(PartitionSpec(DATA, *spec[1:]))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        size = self.mesh.shape[HEADS] if self.mesh else 1
+        one = cache_shapes(self.plan, self.num_pages)
+        pages = {
+            name: jax.tree.map(whole, leaves, pages_sharding(group.store.layout, HEADS, size))
+            for group in self.plan.groups
+            for name, leaves in one.pages.items()
+            if name in group.layers
+        }
+        tokens = jax.ShapeDtypeStruct((self._max_num_seqs, self.plan.max_len), jnp.int32)
+        return Buffers(CacheState(pages), whole(tokens, PartitionSpec(None)))  # type: ignore[arg-type]
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        return NamedSharding(self.mesh, spec) if self.mesh else None
+
+    def _in_mesh(self) -> contextlib.AbstractContextManager:
+        return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
     def num_compiled(self) -> int:
         """How many step shapes have been compiled so far: at most one for each bucket."""
         return self._step._cache_size()  # type: ignore[attr-defined]
 
-    def run(
-        self, step: list[Scheduled]
-    ) -> tuple[np.ndarray, TopLogprobs | None, TopLogprobs | None]:
-        """Compute a step.
+    def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Compile the step for every bucket, by steps without sequences; `progress(buckets done)`.
 
-        Returns the chosen token of every scheduled sequence (meaningless where it does not
-        sample), their log-probabilities if one asks, and those of each flat row's next prompt
-        token if one asks.
+        With a compilation cache (see `LLM`) later processes only read them.
         """
-        num_tokens = sum(each.num_tokens for each in step)
-        size = min(bucket for bucket in self.buckets if bucket >= num_tokens)
-        rows = min(size, self.max_num_seqs)
-        token_ids, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        kv_lens, cu_q_lens = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
-        start = 0
-        for row, (sequence, count) in enumerate(step):
-            settled = sequence.num_settled
-            token_ids[start : start + count] = sequence.tokens[settled : settled + count]
-            following = sequence.tokens[settled + 1 : settled + count + 1]
-            targets[start : start + len(following)] = following
-            start += count
-            kv_lens[row], cu_q_lens[row + 1] = settled + count, start
-        cu_q_lens[len(step) + 1 :] = start
-        decode = sum(each.num_tokens == 1 for each in step)
-        ids = [each.sequence.id for each in step]
-        tables = [
-            self.allocator.page_table(group, ids, rows=rows, width=width)
+        nobody: list[list[Scheduled]] = [[] for _ in range(self.num_replicas)]
+        self.load(0, 0, [])
+        for done, size in enumerate(self.buckets, start=1):
+            self._run(nobody, [None] * self.num_replicas, size).fetch()
+            progress(done)
+
+    def load(self, replica: int, slot: int, tokens: Sequence[int]) -> None:
+        """Put the tokens that a sequence has into its slot."""
+        row = np.zeros(self.plan.max_len, np.int32)
+        row[: len(tokens)] = tokens
+        with self._in_mesh():
+            index = np.int32(replica * self._max_num_seqs + slot)
+            loaded = self._load(self.buffers.tokens, index, row)
+        self.buffers = Buffers(self.buffers.cache, loaded)
+
+    def admit(self, replica: int, sequence: Continuation) -> None:
+        """Put a sequence's tokens and parameters into its slot."""
+        slot = sequence.slot
+        assert slot is not None
+        self.load(replica, slot, sequence.tokens)
+        self._num_prompt[replica, slot] = sequence.num_prompt
+        self._params[replica].set(slot, sequence.params, seed=sequence.seed, sample=sequence.index)
+
+    def dispatch(
+        self, shares: list[list[Scheduled]], allocators: Sequence[PageAllocator]
+    ) -> Dispatched:
+        """Start a step; `shares[replica]` with its `allocators[replica]`. Does not wait."""
+        for replica, step in enumerate(shares):
+            for share in step:
+                if share.fresh:
+                    self.admit(replica, share.sequence)
+        most = max(sum(share.num_tokens for share in step) for step in shares)
+        return self._run(shares, allocators, min(size for size in self.buckets if size >= most))
+
+    def _run(
+        self,
+        shares: list[list[Scheduled]],
+        allocators: Sequence[PageAllocator | None],
+        size: int,
+    ) -> Dispatched:
+        rows = min(size, self._max_num_seqs)
+        parts = [
+            self._inputs(replica, step, allocator, rows)
+            for replica, (step, allocator) in enumerate(zip(shares, allocators, strict=True))
+        ]
+        inputs = parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: np.concatenate(p), *parts)
+        with self._in_mesh():
+            # One transfer for all of them: each on its own costs a tenth of a millisecond.
+            inputs = jax.device_put(inputs, self._sharding(PartitionSpec(DATA)))
+            self.buffers, out = self._step(self._weights, self.buffers, inputs, num_tokens=size)
+        params = [share.sequence.params for step in shares for share in step]
+        wanted = (
+            out.chosen,
+            out.logprobs if any(each.logprobs is not None for each in params) else None,
+            out.prompt_logprobs
+            if any(each.prompt_logprobs is not None for each in params)
+            else None,
+        )
+        for leaf in jax.tree.leaves(wanted):
+            leaf.copy_to_host_async()
+        return Dispatched(shares, wanted)
+
+    def _inputs(
+        self, replica: int, step: list[Scheduled], allocator: PageAllocator | None, rows: int
+    ) -> StepInputs:
+        """A replica's part of a step, as host arrays. No allocator: no sequences."""
+        slots = np.full(rows, self._max_num_seqs, np.int32)
+        slots[: len(step)] = np.array([share.sequence.slot for share in step], np.int32)
+        kv_lens, q_lens = np.zeros((2, rows), np.int32)
+        kv_lens[: len(step)] = [share.start + share.num_tokens for share in step]
+        q_lens[: len(step)] = [share.num_tokens for share in step]
+        samples = np.zeros(rows, bool)
+        samples[: len(step)] = [share.samples for share in step]
+        ids = [share.sequence.id for share in step]
+        tables: list[Any] = [
+            allocator.page_table(group, ids, rows=rows, width=width)
+            if allocator
+            else (np.zeros((rows, width), np.int32), np.zeros(rows, np.int32))
             for group, width in enumerate(self._widths)
         ]
-        distribution = np.array([decode, len(step), len(step)], np.int32)
-        # One transfer for all of them: each on its own costs a tenth of a millisecond.
-        kv_lens, cu_q_lens, distribution, tables = jax.device_put(
-            (kv_lens, cu_q_lens, distribution, tables)
-        )
-        batch = RaggedBatch(
-            kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens,
-            distribution=distribution,
-            tables=tuple(PageTable(*table) for table in tables),
-        )
-        any_samples = np.array(any(each.samples for each in step))
-        logits, hidden, self.cache = self._step(
-            self._weights, token_ids, any_samples, batch, cache=self.cache
-        )
-        chosen = choose(logits, *self._choice(step, rows))
-        params = [each.sequence.params for each in step]
-        logprobs = prompt_logprobs = None
-        if any(each.logprobs is not None for each in params):
-            logprobs = top_logprobs(logits, chosen)
-        if any(each.prompt_logprobs is not None for each in params):
-            prompt_logprobs = self._score(self._weights, hidden, targets)
-        return jax.device_get((chosen, logprobs, prompt_logprobs))
+        num_prompt = self._num_prompt[replica, slots]
+        params = [share.sequence.params for share in step]
+        decode = int((q_lens == 1).sum())
+        batch: dict[str, Any] = {
+            "kv_lens": kv_lens,
+            "cu_q_lens": np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+            "distribution": np.array([decode, len(step), len(step)], np.int32),
+            "tables": tuple(PageTable(*table) for table in tables),
+        }
+        inputs: dict[str, Any] = {
+            "batch": RaggedBatch(**batch),
+            "slots": slots,
+            "num_prompt": num_prompt,
+            "samples": samples,
+            "params": self._params[replica].rows(slots, kv_lens - num_prompt),
+            "scores": np.array(
+                [
+                    any(each.logprobs is not None for each in params),
+                    any(each.prompt_logprobs is not None for each in params),
+                ]
+            ),
+        }
+        return StepInputs(**inputs)
 
-    def _choice(
-        self, step: list[Scheduled], rows: int
-    ) -> tuple[RowParams | None, TokenHistory | None]:
-        """The sampling parameters of a step, and the history if a penalty needs it."""
-        sequences = [each.sequence for each in step]
-        params = RowParams.of(
-            [(each.params, each.seed, each.index, len(each.new_tokens)) for each in sequences], rows
-        )
-        if not any(each.params.has_penalties for each in sequences):
-            return params, None
-        in_prompt = np.zeros((rows, self.vocab_size), bool)
-        counts = np.zeros((rows, self.vocab_size), np.int32)
-        for row, sequence in enumerate(sequences):
-            in_prompt[row], counts[row] = sequence.history(self.vocab_size)
-        return params, TokenHistory(jnp.asarray(in_prompt), jnp.asarray(counts))
+
+def _load(tokens: Int32[Array, "slots length"], slot: Array, row: Array) -> Array:
+    return tokens.at[slot].set(row)
 
 
 def _compiler_options() -> dict[str, int]:
     """512-bit vectors on CPU: with XLA's 256 the head of a single row takes 1.6 times as long."""
     return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
-
-
-def _rebuild(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, weights: list[Array]) -> Gemma3:
-    """The model from its flat weights."""
-    return nnx.merge(graph, jax.tree.unflatten(tree, weights))
-
-
-def _step(
-    rebuild: Callable[[list[Array]], Gemma3],
-    plan: CachePlan,
-    backend: str | None,
-    weights: list[Array],
-    token_ids: Int32[Array, "tokens"],
-    any_samples: Array,
-    batch: RaggedBatch,
-    *,
-    cache: CacheState,
-) -> tuple[Float[Array, "seqs vocab"], Float[Array, "tokens embed"], CacheState]:
-    """Logits at each sequence's last new token (zeros if nobody samples), and the new cache."""
-    model = rebuild(weights)
-    hidden, cache = model(token_ids, cache, plan=plan, batch=batch, backend=backend)
-    last = hidden[batch.last_rows()]
-    shape = (last.shape[0], model.config.vocab_size)
-    logits = jax.lax.cond(
-        any_samples, model.logits, lambda rows: jnp.zeros(shape, jnp.float32), last
-    )
-    return logits, hidden, cache
-
-
-def _score(
-    rebuild: Callable[[list[Array]], Gemma3],
-    weights: list[Array],
-    hidden: Float[Array, "tokens embed"],
-    targets: Int32[Array, "tokens"],
-) -> TopLogprobs:
-    """Log-probability of each row's target token, a few rows' logits at a time."""
-    model = rebuild(weights)
-    blocks = jax.tree.map(
-        lambda rows: jnp.pad(
-            rows, [(0, -len(rows) % _SCORE_ROWS)] + [(0, 0)] * (rows.ndim - 1)
-        ).reshape(-1, _SCORE_ROWS, *rows.shape[1:]),
-        (hidden, targets),
-    )
-    scores = jax.lax.map(lambda block: top_logprobs(model.logits(block[0]), block[1]), blocks)
-    return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:])[: len(targets)], scores)

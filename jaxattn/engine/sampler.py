@@ -1,8 +1,8 @@
 """Choosing the next token of every row on the device, each row by its own parameters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,36 +28,40 @@ class RowParams:
     sample: Int32[Array, "rows"]
     step: Int32[Array, "rows"]
 
-    @classmethod
-    def of(
-        cls, rows: Sequence[tuple[SamplingParams, int, int, int]], size: int
-    ) -> "RowParams | None":
-        """From `(params, seed, sample, step)` of each row, padded to `size` rows.
+    @property
+    def are_penalised(self) -> Bool[Array, "rows"]:
+        """Whose earlier tokens change the logits."""
+        changes = (self.presence_penalty != 0) | (self.frequency_penalty != 0)
+        return changes | (self.repetition_penalty != 1)
 
-        None if all rows are plainly greedy, which needs none of it.
-        """
-        if all(params.temperature == 0 and not params.has_penalties for params, *_ in rows):
-            return None
-        padding = [(SamplingParams(temperature=0), 0, 0, 0)] * (size - len(rows))
-        params, seeds, samples, steps = zip(*rows, *padding, strict=True)
 
-        def column(name: str, dtype: type = np.float32) -> Array:
-            most = float(np.finfo(np.float32).max)  # more would be infinite
-            values = np.array([min(getattr(each, name), most) for each in params])
-            return jnp.asarray(values.astype(dtype))
+_DTYPES = {"top_k": np.int32, "seed": np.uint32, "sample": np.int32}  # the rest is float32
+_OF_REQUEST = tuple(field.name for field in fields(RowParams) if field.name != "step")
 
-        return cls(
-            temperature=column("temperature"),
-            top_k=column("top_k", np.int32),
-            top_p=column("top_p"),
-            min_p=column("min_p"),
-            repetition_penalty=column("repetition_penalty"),
-            presence_penalty=column("presence_penalty"),
-            frequency_penalty=column("frequency_penalty"),
-            seed=jnp.array(seeds, jnp.uint32),
-            sample=jnp.array(samples, jnp.int32),
-            step=jnp.array(steps, jnp.int32),
-        )
+
+class ParamTable:
+    """The parameters of every slot, on the host; `rows` picks a step's. Unset slots are greedy."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._columns = {
+            name: np.zeros(num_slots, _DTYPES.get(name, np.float32)) for name in _OF_REQUEST
+        }
+        for slot in range(num_slots):
+            self.set(slot, SamplingParams(temperature=0), seed=0, sample=0)
+
+    def set(self, slot: int, params: SamplingParams, *, seed: int, sample: int) -> None:
+        """A slot's parameters; `sample` tells the continuations of one request apart."""
+        most = float(np.finfo(np.float32).max)  # more would be infinite
+        for name, column in self._columns.items():
+            if name in ("seed", "sample"):
+                column[slot] = seed if name == "seed" else sample
+            else:
+                column[slot] = min(getattr(params, name), most)
+
+    def rows(self, slots: Int32[np.ndarray, "rows"], steps: Int32[np.ndarray, "rows"]) -> RowParams:
+        """The parameters of rows that are in `slots` and choose their `steps`-th new token."""
+        columns: Any = {name: column[slots] for name, column in self._columns.items()}
+        return RowParams(**columns, step=steps)  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -77,18 +81,56 @@ class TopLogprobs(NamedTuple):
     top_ids: Int32[Array, "rows top"]
     top_logprobs: Float[Array, "rows top"]
 
+    def of(self, replica: int) -> "TopLogprobs":
+        """One replica's, of arrays with a leading axis of replicas."""
+        return TopLogprobs(*(array[replica] for array in self))
 
-@jax.jit
+
+def token_history(
+    tokens: Int32[Array, "rows length"],
+    num_prompt: Int32[Array, "rows"],
+    num_tokens: Int32[Array, "rows"],
+    vocab_size: int,
+) -> TokenHistory:
+    """From each row's tokens: `num_prompt` of the prompt, `num_tokens` in all."""
+    rows, length = tokens.shape
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    is_prompt = position < num_prompt[:, None]
+    is_new = ~is_prompt & (position < num_tokens[:, None])
+    return TokenHistory(
+        in_prompt=jnp.zeros((rows, vocab_size), bool).at[row, tokens].max(is_prompt),
+        counts=jnp.zeros((rows, vocab_size), jnp.int32)
+        .at[row, tokens]
+        .add(is_new.astype(jnp.int32)),
+    )
+
+
 def choose(
     logits: Float[Array, "rows vocab"],
-    params: RowParams | None,
-    history: TokenHistory | None,
+    params: RowParams,
+    history: Callable[[], TokenHistory],
 ) -> Int32[Array, "rows"]:
-    """The next token of every row. `params=None`: greedy. `history=None`: no penalties."""
-    if params is None:
-        return _best(logits)
-    if history is not None:
-        logits = penalise(logits, params, history)
+    """The next token of every row. Only if a row is penalised is `history` computed."""
+
+    any_penalised = jnp.any(params.are_penalised)
+
+    def by_params() -> Int32[Array, "rows"]:
+        return draw(
+            jax.lax.cond(
+                any_penalised,
+                lambda: penalise(logits, params, history()),
+                lambda: logits,
+            ),
+            params,
+        )
+
+    plain = ~any_penalised & jnp.all(params.temperature == 0)
+    return jax.lax.cond(plain, lambda: best(logits), by_params)
+
+
+def draw(logits: Float[Array, "rows vocab"], params: RowParams) -> Int32[Array, "rows"]:
+    """A random token of every row, by its temperature and filters; the best where that is 0."""
     greedy = params.temperature == 0
     below_best = logits - logits.max(axis=-1, keepdims=True)  # first: 1e30 / 1e-30 is infinite
     likelihood = jnp.exp(below_best / jnp.where(greedy, 1, params.temperature)[:, None])
@@ -98,12 +140,12 @@ def choose(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
         return jax.random.uniform(key, (), jnp.float32)
 
-    draw = jax.vmap(uniform)(params.seed, params.sample, params.step)
-    drawn = jax.vmap(_inverse_cdf)(likelihood, draw)
-    return jnp.where(greedy, _best(logits), drawn)
+    position = jax.vmap(uniform)(params.seed, params.sample, params.step)
+    drawn = jax.vmap(_inverse_cdf)(likelihood, position)
+    return jnp.where(greedy, best(logits), drawn)
 
 
-def _best(logits: Float[Array, "rows vocab"]) -> Int32[Array, "rows"]:
+def best(logits: Float[Array, "rows vocab"]) -> Int32[Array, "rows"]:
     """The first of the largest logits; `jnp.argmax` takes ten times as long on CPU."""
     largest = logits.max(axis=-1, keepdims=True)
     last = logits.shape[1] - 1
@@ -188,7 +230,6 @@ def _first_above(
     return jnp.where(above.any(), jnp.argmax(above), last).astype(jnp.int32)
 
 
-@jax.jit
 def top_logprobs(
     logits: Float[Array, "rows vocab"], token_ids: Int32[Array, "rows"]
 ) -> TopLogprobs:
@@ -198,3 +239,10 @@ def top_logprobs(
     top, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     rank = 1 + jnp.sum(logprobs > own, axis=-1, dtype=jnp.int32)
     return TopLogprobs(own[:, 0], rank, ids, top)
+
+
+def no_logprobs(rows: int, vocab_size: int) -> TopLogprobs:
+    """Zeros in the shape of `top_logprobs`, for steps that nobody asks for them."""
+    top = min(MAX_LOGPROBS, vocab_size)
+    floats, ints = jnp.zeros((rows, top), jnp.float32), jnp.zeros((rows, top), jnp.int32)
+    return TopLogprobs(floats[:, 0], ints[:, 0], ints, floats)

@@ -1,26 +1,40 @@
 """Which sequences compute how many tokens in the next step: decode first, then prefill chunks."""
 
 from collections import deque
+from collections.abc import Hashable
+from itertools import islice
 from typing import NamedTuple
 
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.engine.sequence import Sequence
 
+STEPS_IN_FLIGHT = 2  # one runs while the next is scheduled and started
+
 
 class Scheduled(NamedTuple):
-    """A sequence's share of a step: its next `num_tokens` tokens."""
+    """A sequence's share of a step: its tokens [start, start + num_tokens).
+
+    `samples`: these reach its end, so that the step chooses the token after them. `fresh`: its
+    first share since it was admitted.
+    """
 
     sequence: Sequence
+    start: int
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the sequence's end, so that a token is to be chosen."""
-        return self.num_tokens == self.sequence.num_pending
+    samples: bool
+    fresh: bool
 
 
 class Scheduler:
-    """First come, first served. The pools hold `max_num_seqs` sequences of any allowed length.
+    """First come, first served, on the pages of one cache.
+
+    A sequence is *waiting*, *running* (it holds a slot and pages), or gone. Who is running is in
+    order of arrival; when pages run out the youngest goes back to waiting and loses them, to be
+    computed again. So the oldest always goes on, and the pools need to hold no more than one
+    sequence of the largest length: every request ends.
+
+    A step may be scheduled while the one before it runs. Then nobody is preempted: a scheduler
+    that would have to schedules nothing, and does it once that step is settled.
 
     `buckets`: the token counts that steps are compiled for, ascending.
     """
@@ -39,6 +53,19 @@ class Scheduler:
         self.buckets = buckets
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preemptions = self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self._ending: list[Sequence] = []  # ended while a step that computes them runs
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is waiting or running, or holds pages until a step is settled."""
+        return bool(self.waiting or self.running or self._ending)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences: how busy it is."""
+        return sum(len(each.tokens) for each in (*self.waiting, *self.running))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -46,25 +73,21 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step, decode sequences first. Pages for all of its tokens are taken."""
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting.popleft()
-            self.allocator.admit(sequence.id)
-            self.running.append(sequence)
-        budget = self._budget()
-        step = []
-        for sequence in sorted(self.running, key=lambda each: each.num_pending > 1):
-            num_tokens = min(sequence.num_pending, budget)
-            if num_tokens == 0:
-                break
-            if not self.allocator.grow(sequence.id, sequence.num_settled + num_tokens):
-                raise RuntimeError("a page pool ran dry, although it was sized for every batch")
-            budget -= num_tokens
-            step.append(Scheduled(sequence, num_tokens))
-        return sorted(step, key=lambda each: each.num_tokens > 1)
+        budget, preempted = self._budget(), False
+        while not self.allocator.grow(self._ends(shares := self._shares(budget))):
+            if any(each.in_flight for each in (*self.running, *self._ending)):
+                return []
+            self._preempt(self.running[-1])
+            preempted = True
+        step = [self._place(*share, fresh=False) for share in shares]
+        if not preempted:
+            step += self._admit(budget - sum(share.num_tokens for share in step))
+        return sorted(step, key=lambda share: share.num_tokens > 1)
 
     def _budget(self) -> int:
         """Tokens for this step: what is pending, unless that would leave its bucket half empty."""
-        pending = sum(each.num_pending for each in self.running)
+        next_ones = islice(self.waiting, len(self._slots))
+        pending = sum(each.num_pending for each in (*self.running, *next_ones))
         pending = min(pending, self.max_num_batched_tokens)
         decoding = sum(each.num_pending == 1 for each in self.running)
         smaller = max((size for size in self.buckets if size <= pending), default=0)
@@ -73,16 +96,100 @@ class Scheduler:
             return smaller
         return pending
 
+    def _shares(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Running sequences and how many tokens of each fit into the budget."""
+        shares = []
+        for sequence in sorted(self.running, key=lambda each: each.num_pending > 1):
+            count = min(sequence.num_pending, budget)
+            if count:
+                shares.append((sequence, count))
+                budget -= count
+        return shares
+
+    @staticmethod
+    def _ends(shares: list[tuple[Sequence, int]]) -> dict[Hashable, int]:
+        """The length that each sequence gets, by id."""
+        return {sequence.id: sequence.num_placed + count for sequence, count in shares}
+
+    @staticmethod
+    def _place(sequence: Sequence, count: int, *, fresh: bool) -> Scheduled:
+        """Count a share as placed."""
+        start = sequence.num_placed
+        sequence.num_placed += count
+        samples = sequence.num_placed == sequence.num_chosen
+        sequence.num_unknown += samples
+        return Scheduled(sequence, start, count, samples, fresh)
+
+    def _admit(self, budget: int) -> list[Scheduled]:
+        """Take in those who waited longest, as far as budget, slots and pages go."""
+        step: list[Scheduled] = []
+        while budget > 0 and self.waiting and self._slots:
+            sequence = self.waiting[0]
+            reusable = sequence.tokens if sequence.may_reuse else []
+            match = self.allocator.match(reusable)
+            others: dict[Hashable, int] = {each.id: each.num_chosen for each in self.running}
+            room = self.allocator.has_room(match, sequence.num_chosen, others, self.buckets[-1])
+            if self.running and not room:
+                break
+            self.allocator.admit(sequence.id, match)
+            count = min(sequence.num_chosen - match.num_tokens, budget)
+            if not self.allocator.grow({sequence.id: match.num_tokens + count}):
+                self.allocator.release(sequence.id)
+                break
+            self.running.append(self.waiting.popleft())
+            sequence.num_settled = sequence.num_placed = match.num_tokens
+            sequence.slot = self._slots.pop()
+            if sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = match.num_tokens
+            self.prefix_query_tokens += len(reusable)
+            self.prefix_hit_tokens += match.num_tokens
+            step.append(self._place(sequence, count, fresh=True))
+            budget -= count
+        return step
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of those who wait; its pages are free."""
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.restart()
+        self.waiting.appendleft(sequence)
+
     def settle(self, step: list[Scheduled]) -> None:
         """The step's tokens are in the cache; pages that no later query can see are free."""
-        for sequence, num_tokens in step:
-            sequence.num_settled += num_tokens
-            self.allocator.settle(sequence.id, sequence.num_settled)
+        for share in step:
+            sequence = share.sequence
+            sequence.num_settled += share.num_tokens
+            self.allocator.settle(sequence.id, sequence.num_settled, sequence.tokens)
+            if sequence in self._ending and not sequence.in_flight:
+                self._ending.remove(sequence)
+                self._give_back(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Give back everything that a sequence holds, wherever it is."""
+        """Give back everything that a sequence holds, once no step that runs computes it."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self.allocator.release(sequence.id)
+            if sequence.in_flight:
+                self._ending.append(sequence)
+            else:
+                self._give_back(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def restart(self, allocator: PageAllocator) -> None:
+        """The cache is lost: everybody waits again, and `allocator` hands out an empty one."""
+        self.allocator = allocator
+        for sequence in (*self.running, *self._ending):
+            sequence.restart()
+            sequence.slot = None
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        self._ending.clear()
+        self._slots = list(range(self.max_num_seqs - 1, -1, -1))
+
+    def _give_back(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.allocator.release(sequence.id)
+        self._slots.append(sequence.slot)
+        sequence.slot = None

@@ -1,8 +1,7 @@
 """One continuation in progress: its tokens, how far the cache holds them, and its text so far."""
 
+import time
 from typing import Protocol
-
-import numpy as np
 
 from jaxattn.engine.outputs import CompletionOutput, FinishReason, Logprob
 from jaxattn.sampling import SamplingParams
@@ -19,8 +18,13 @@ class TextStream(Protocol):
 class Sequence:
     """A prompt, the tokens that follow it, and the request's parameters.
 
-    `tokens[:num_settled]` are in the cache; the rest is still to be computed, all but the last
-    of it only for the cache. `prompt_index` and `index` say which prompt and continuation it is.
+    The device runs a step ahead of the host, so that a token may be chosen and not yet known:
+
+        tokens     p p p p p p n n ? ?        num_prompt = 6, len(tokens) = 8, num_unknown = 2
+        computed   = = = = = = = - -          num_settled = 7, num_placed = 9, num_pending = 1
+
+    Tokens below `num_settled` are in the cache for certain, those below `num_placed` once the
+    steps that run are done. `prompt_index` and `index` say which prompt and continuation it is.
     """
 
     def __init__(
@@ -43,10 +47,15 @@ class Sequence:
         self.prompt_index = prompt_index
         self.index = index
         self.seed = seed
-        self.num_settled = 0
+        self.num_settled = self.num_placed = self.num_unknown = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # found in the cache when it was first admitted
+        self.slot: int | None = None  # its row in the runner's buffers while it runs
+        self.arrival = time.monotonic()
         self.max_len = min(max_len, self.num_prompt + params.max_tokens)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self.error: Exception | None = None
         self.logprobs: list[dict[int, Logprob]] = []
         self.prompt_logprobs: list[dict[int, Logprob]] = []
         self._eos_ids = () if params.ignore_eos else eos_ids
@@ -57,18 +66,43 @@ class Sequence:
         self._num_tokens_taken = 0
 
     @property
+    def num_chosen(self) -> int:
+        """All tokens, those that are not yet known included."""
+        return len(self.tokens) + self.num_unknown
+
+    @property
     def num_pending(self) -> int:
-        """Tokens that are not yet in the cache."""
-        return len(self.tokens) - self.num_settled
+        """Tokens that are still to be computed, so that the next one can be chosen."""
+        return self.num_chosen - self.num_placed if self.num_chosen < self.max_len else 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step that computes some of it is not settled yet."""
+        return self.num_placed > self.num_settled
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether cached tokens need not be computed: not if their log-probabilities are due."""
+        due = 0 if self.params.prompt_logprobs is None else self.num_prompt - 1
+        return len(self.prompt_logprobs) >= due
+
+    def restart(self) -> None:
+        """Nothing of it is in the cache any more: compute it again, up to the last known token."""
+        self.num_settled = self.num_placed = self.num_unknown = 0
 
     @property
     def new_tokens(self) -> list[int]:
         """The tokens after the prompt."""
         return self.tokens[self.num_prompt :]
 
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End from outside: aborted, or a step failed."""
+        self.finish_reason, self.error = reason, error
+
     def add_token(self, token: int) -> None:
         """Append a chosen token and decide whether the continuation ends with it."""
         self.tokens.append(token)
+        self.num_unknown -= 1
         if token in self._eos_ids or token in self._stop_token_ids:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self._stop_token_ids else None
@@ -114,10 +148,3 @@ class Sequence:
             stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
         )
-
-    def history(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens are in the prompt, and how often each is in the new text: `[vocab]`."""
-        in_prompt = np.zeros(vocab_size, bool)
-        in_prompt[self.tokens[: self.num_prompt]] = True
-        counts = np.bincount(self.new_tokens, minlength=vocab_size).astype(np.int32)
-        return in_prompt, counts
