@@ -27,15 +27,16 @@ LOGITS = np.array([2.0, 1.5, 1.5, 0.5, 0.0, 0.0, -1.0, -1.0, -2.0, -3.0, -8.0, 1
 
 
 top_logprobs = jax.jit(sampler.top_logprobs)
+ASKED = sampler.Asked(*[True] * 7)
 compiled_choose = jax.jit(
-    lambda logits, params, history: sampler.choose(logits, params, lambda: history)
+    lambda logits, params, asked, history: sampler.choose(logits, params, asked, lambda: history)
 )
 
 
-def choose(logits, params, history=None):
+def choose(logits, params, history=None, asked=ASKED):
     """The sampler's, by default with nothing in the history."""
     nothing = TokenHistory(np.zeros(logits.shape, bool), np.zeros(logits.shape, np.int32))
-    return compiled_choose(logits, params, history or nothing)
+    return compiled_choose(logits, params, asked, history or nothing)
 
 
 def rows_of(*params, seeds=None, samples=None, steps=None):
@@ -107,7 +108,7 @@ def test_the_order_of_filters():
     likelihood = np.exp(logits - logits.max())
 
     def kept(**asked):
-        filtered = jax.jit(keep_likely)(likelihood, rows_of(SamplingParams(**asked)))
+        filtered = jax.jit(keep_likely)(likelihood, rows_of(SamplingParams(**asked)), ASKED)
         return np.flatnonzero(np.asarray(filtered)[0]).tolist()
 
     assert kept(top_p=0.65) == [0, 1]
@@ -138,7 +139,7 @@ def test_filters_keep_what_a_sort_keeps(logits, top_ps, top_ks, min_ps):
         before = expected_probabilities(np.log(row), replace(each, top_p=1.0))
         running = np.cumsum(np.sort(before)[::-1])
         assume(each.top_p == 1 or np.abs(running - each.top_p).min() > 1e-5)
-    kept = np.asarray(jax.jit(keep_likely)(likelihood, rows_of(*params))) > 0
+    kept = np.asarray(jax.jit(keep_likely)(likelihood, rows_of(*params), ASKED)) > 0
     for row, each, ours in zip(likelihood, params, kept, strict=True):
         np.testing.assert_array_equal(ours, expected_probabilities(np.log(row), each) > 0)
 
@@ -175,6 +176,9 @@ def test_greedy():
     logits = np.random.default_rng(0).normal(size=(5, VOCAB)).astype(np.float32)
     params = rows_of(*[SamplingParams(temperature=0)] * 5)
     np.testing.assert_array_equal(choose(logits, params), logits.argmax(axis=1))
+    plain = sampler.Asked.by([SamplingParams(temperature=0)], samples=True)
+    assert plain == (True, *[False] * 6)
+    np.testing.assert_array_equal(choose(logits, params, asked=plain), logits.argmax(axis=1))
     unset = ParamTable(5).rows(np.arange(5), np.zeros(5, np.int32))
     np.testing.assert_array_equal(choose(logits, unset), logits.argmax(axis=1))
 

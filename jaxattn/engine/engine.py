@@ -113,6 +113,7 @@ class Engine:
         self._next_id = 0
         self._in_flight: deque[Dispatched] = deque()
         self._scheduled: list[list[Scheduled]] = []
+        self._news: list[Sequence] = []
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._step_seconds = self._wait_seconds = 0.0
 
@@ -205,22 +206,24 @@ class Engine:
         sequences with the finish reason "error"; others begin again.
         """
         start = time.perf_counter()
-        self._scheduled = []
-        news: list[Sequence] = []
+        self._scheduled, self._news = [], []
+        stuck = False
         try:
             started = self._start()
             if self._in_flight and (len(self._in_flight) == STEPS_IN_FLIGHT or not started):
-                news = self._settle(self._in_flight[0], self._fetch(self._in_flight[0]))
+                self._settle(self._in_flight[0], self._fetch(self._in_flight[0]))
                 self._in_flight.popleft()
+            else:
+                stuck = not started
         except Exception as error:
-            news = self._fail(error)
+            self._fail(error)
         except BaseException:  # Ctrl-C: the buffers may be gone, and with them everything
             self._fail(RuntimeError("interrupted"))
             self.abort(self._all())
             raise
         self._step_seconds += time.perf_counter() - start
-        assert news or self._in_flight or not self.has_work, "nobody can go on: pools too small"
-        return news
+        assert not (stuck and self.has_work), "nobody can go on: pools too small"
+        return self._news
 
     def _start(self) -> bool:
         """Schedule a step and start it; False if there is nothing to compute now."""
@@ -239,9 +242,8 @@ class Engine:
         finally:
             self._wait_seconds += time.perf_counter() - start
 
-    def _settle(self, step: Dispatched, results: Results) -> list[Sequence]:
+    def _settle(self, step: Dispatched, results: Results) -> None:
         """Give every sequence of a step what was computed for it."""
-        news = []
         for replica, (scheduler, shares) in enumerate(
             zip(self.schedulers, step.shares, strict=True)
         ):
@@ -250,7 +252,7 @@ class Engine:
             for row, share in enumerate(shares):
                 sequence = share.sequence
                 if sequence.finish_reason is None:
-                    news.append(sequence)
+                    self._news.append(sequence)
                     if results.prompt_logprobs is not None:
                         scores = results.prompt_logprobs.of(replica)
                         self._score_prompt(sequence, share, scores, flat)
@@ -263,7 +265,6 @@ class Engine:
                     if sequence.finish_reason is not None:
                         scheduler.finish(sequence)
                 flat += share.num_tokens
-        return news
 
     def _score(self, sequence: Sequence, token: int, scores: TopLogprobs, row: int) -> None:
         """Report a chosen token's log-probability, if that is asked for."""
@@ -299,21 +300,20 @@ class Engine:
             for sequence in (*scheduler.running, *scheduler.waiting)
         ]
 
-    def _fail(self, error: Exception) -> list[Sequence]:
+    def _fail(self, error: Exception) -> None:
         """End the sequences of the steps that are lost; the cache is, for everybody."""
         lost = [*self._scheduled, *(shares for step in self._in_flight for shares in step.shares)]
         self._in_flight.clear()
-        failed = []
         for scheduler in self.schedulers:
             scheduler.restart(self._new_allocator())
         for sequence in {id(s.sequence): s.sequence for step in lost for s in step}.values():
             if sequence.finish_reason is None:
                 sequence.end("error", error)
-                failed.append(sequence)
-                for scheduler in self.schedulers:
-                    scheduler.finish(sequence)
+                if sequence not in self._news:  # the step failed after it had a token
+                    self._news.append(sequence)
+            for scheduler in self.schedulers:
+                scheduler.finish(sequence)
         self.runner.reset()
-        return failed
 
     def _report(self, scores: TopLogprobs, row: int, token: int, top: int) -> dict[int, Logprob]:
         """The given token first, then the `top` most likely ones."""

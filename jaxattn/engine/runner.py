@@ -16,7 +16,7 @@ from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState, cache_shapes
-from jaxattn.engine.sampler import ParamTable, TopLogprobs
+from jaxattn.engine.sampler import Asked, ParamTable, TopLogprobs
 from jaxattn.engine.scheduler import Scheduled
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
@@ -88,9 +88,12 @@ class Runner:
             partial(self._on_replicas, step),
             static_argnames="num_tokens",
             donate_argnames="buffers",
+            out_shardings=self._out_shardings(),
             compiler_options=_compiler_options(),
         )
-        self._load = jax.jit(_load, donate_argnums=0)
+        self._load = jax.jit(
+            _load, donate_argnums=0, out_shardings=self.buffer_shapes().tokens.sharding
+        )
         self.reset()
 
     def _on_replicas(
@@ -98,22 +101,24 @@ class Runner:
         step: Callable,
         weights: list[Array],
         buffers: Buffers,
-        inputs: Any,
+        inputs: StepInputs,
+        asked: Asked,
         *,
         num_tokens: int,
     ) -> tuple[Buffers, StepOutputs]:
         """The step on every replica's part of the buffers and inputs."""
         own = partial(step, num_tokens=num_tokens)
         if self.num_replicas > 1:
-            cut = PartitionSpec(DATA)
+            cut, whole = PartitionSpec(DATA), PartitionSpec()
             own = jax.shard_map(
                 own,
                 mesh=self.mesh,
-                in_specs=(PartitionSpec(), cut, cut),
+                in_specs=(whole, cut, cut, whole),
                 out_specs=cut,
                 axis_names={DATA},
+                check_vma=False,  # no output is the same on all replicas
             )
-        return own(weights, buffers, inputs)
+        return own(weights, buffers, inputs, asked)
 
     def reset(self) -> None:
         """Start with an empty cache (after a step that failed, its donated cache is gone)."""
@@ -143,6 +148,12 @@ class Runner:
         }
         tokens = jax.ShapeDtypeStruct((self._max_num_seqs, self.plan.max_len), jnp.int32)
         return Buffers(CacheState(pages), whole(tokens, PartitionSpec(None)))  # type: ignore[arg-type]
+
+    def _out_shardings(self) -> Any:
+        """Buffers stay where they are: a step returns what the next one was compiled for."""
+        if self.mesh is None:
+            return None
+        return jax.tree.map(lambda leaf: leaf.sharding, self.buffer_shapes()), None
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         return NamedSharding(self.mesh, spec) if self.mesh else None
@@ -205,17 +216,21 @@ class Runner:
             for replica, (step, allocator) in enumerate(zip(shares, allocators, strict=True))
         ]
         inputs = parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: np.concatenate(p), *parts)
+        everyone = [share for step in shares for share in step]
+        asked = Asked.by(
+            (share.sequence.params for share in everyone),
+            samples=any(share.samples for share in everyone),
+        )
         with self._in_mesh():
             # One transfer for all of them: each on its own costs a tenth of a millisecond.
             inputs = jax.device_put(inputs, self._sharding(PartitionSpec(DATA)))
-            self.buffers, out = self._step(self._weights, self.buffers, inputs, num_tokens=size)
-        params = [share.sequence.params for step in shares for share in step]
+            self.buffers, out = self._step(
+                self._weights, self.buffers, inputs, asked, num_tokens=size
+            )
         wanted = (
             out.chosen,
-            out.logprobs if any(each.logprobs is not None for each in params) else None,
-            out.prompt_logprobs
-            if any(each.prompt_logprobs is not None for each in params)
-            else None,
+            out.logprobs if asked.logprobs else None,
+            out.prompt_logprobs if asked.prompt_logprobs else None,
         )
         for leaf in jax.tree.leaves(wanted):
             leaf.copy_to_host_async()
@@ -240,7 +255,6 @@ class Runner:
             for group, width in enumerate(self._widths)
         ]
         num_prompt = self._num_prompt[replica, slots]
-        params = [share.sequence.params for share in step]
         decode = int((q_lens == 1).sum())
         batch: dict[str, Any] = {
             "kv_lens": kv_lens,
@@ -254,12 +268,6 @@ class Runner:
             "num_prompt": num_prompt,
             "samples": samples,
             "params": self._params[replica].rows(slots, kv_lens - num_prompt),
-            "scores": np.array(
-                [
-                    any(each.logprobs is not None for each in params),
-                    any(each.prompt_logprobs is not None for each in params),
-                ]
-            ),
         }
         return StepInputs(**inputs)
 

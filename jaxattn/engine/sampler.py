@@ -1,6 +1,6 @@
 """Choosing the next token of every row on the device, each row by its own parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -28,11 +28,35 @@ class RowParams:
     sample: Int32[Array, "rows"]
     step: Int32[Array, "rows"]
 
-    @property
-    def are_penalised(self) -> Bool[Array, "rows"]:
-        """Whose earlier tokens change the logits."""
-        changes = (self.presence_penalty != 0) | (self.frequency_penalty != 0)
-        return changes | (self.repetition_penalty != 1)
+
+class Asked(NamedTuple):
+    """What any row of a step asks for. What nobody asks for is not computed.
+
+    The same on all devices: branches may hold exchanges that every device has to join.
+    """
+
+    samples: Bool[Array, ""]
+    draws: Bool[Array, ""]
+    penalties: Bool[Array, ""]
+    top_k: Bool[Array, ""]
+    top_p: Bool[Array, ""]
+    logprobs: Bool[Array, ""]
+    prompt_logprobs: Bool[Array, ""]
+
+    @classmethod
+    def by(cls, requests: Iterable[SamplingParams], *, samples: bool) -> "Asked":
+        """By these requests; `samples`: one of them reaches the point where it chooses."""
+        requests = list(requests)
+        asked: Any = {
+            "samples": samples,
+            "draws": any(each.temperature > 0 for each in requests),
+            "penalties": any(each.has_penalties for each in requests),
+            "top_k": any(each.top_k > 0 for each in requests),
+            "top_p": any(each.top_p < 1 for each in requests),
+            "logprobs": any(each.logprobs is not None for each in requests),
+            "prompt_logprobs": any(each.prompt_logprobs is not None for each in requests),
+        }
+        return cls(**jax.tree.map(np.bool_, asked))
 
 
 _DTYPES = {"top_k": np.int32, "seed": np.uint32, "sample": np.int32}  # the rest is float32
@@ -109,32 +133,28 @@ def token_history(
 def choose(
     logits: Float[Array, "rows vocab"],
     params: RowParams,
+    asked: Asked,
     history: Callable[[], TokenHistory],
 ) -> Int32[Array, "rows"]:
     """The next token of every row. Only if a row is penalised is `history` computed."""
 
-    any_penalised = jnp.any(params.are_penalised)
-
     def by_params() -> Int32[Array, "rows"]:
-        return draw(
-            jax.lax.cond(
-                any_penalised,
-                lambda: penalise(logits, params, history()),
-                lambda: logits,
-            ),
-            params,
+        penalised = jax.lax.cond(
+            asked.penalties, lambda: penalise(logits, params, history()), lambda: logits
         )
+        return draw(penalised, params, asked)
 
-    plain = ~any_penalised & jnp.all(params.temperature == 0)
-    return jax.lax.cond(plain, lambda: best(logits), by_params)
+    return jax.lax.cond(asked.draws | asked.penalties, by_params, lambda: best(logits))
 
 
-def draw(logits: Float[Array, "rows vocab"], params: RowParams) -> Int32[Array, "rows"]:
+def draw(
+    logits: Float[Array, "rows vocab"], params: RowParams, asked: Asked
+) -> Int32[Array, "rows"]:
     """A random token of every row, by its temperature and filters; the best where that is 0."""
     greedy = params.temperature == 0
     below_best = logits - logits.max(axis=-1, keepdims=True)  # first: 1e30 / 1e-30 is infinite
     likelihood = jnp.exp(below_best / jnp.where(greedy, 1, params.temperature)[:, None])
-    likelihood = keep_likely(likelihood, params)
+    likelihood = keep_likely(likelihood, params, asked)
 
     def uniform(seed: Array, sample: Array, step: Array) -> Float[Array, ""]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), step)
@@ -165,7 +185,7 @@ def penalise(
 
 
 def keep_likely(
-    likelihood: Float[Array, "rows vocab"], params: RowParams
+    likelihood: Float[Array, "rows vocab"], params: RowParams, asked: Asked
 ) -> Float[Array, "rows vocab"]:
     """Zero what min_p, then top_k, then top_p drop; `likelihood` is relative to the best, 1."""
     likelihood = jnp.where(likelihood >= params.min_p[:, None], likelihood, 0)
@@ -181,8 +201,8 @@ def keep_likely(
         least = jnp.where(params.top_p >= 1, 0, least)
         return jnp.where(likelihood >= least[:, None], likelihood, 0)
 
-    likelihood = jax.lax.cond(jnp.any(params.top_k > 0), top_k, lambda same: same, likelihood)
-    return jax.lax.cond(jnp.any(params.top_p < 1), top_p, lambda same: same, likelihood)
+    likelihood = jax.lax.cond(asked.top_k, top_k, lambda same: same, likelihood)
+    return jax.lax.cond(asked.top_p, top_p, lambda same: same, likelihood)
 
 
 def _threshold(

@@ -104,9 +104,9 @@ class Sequence:
         self.tokens.append(token)
         self.num_unknown -= 1
         if token in self._eos_ids or token in self._stop_token_ids:
+            self._text += self._stream.finish()
             self.finish_reason = "stop"
             self.stop_reason = token if token in self._stop_token_ids else None
-            self._text += self._stream.finish()
             return
         self._text += self._stream.step(token)
         found = [(self._text.find(text), text) for text in self.params.stop_strings]
@@ -116,8 +116,8 @@ class Sequence:
             self._text = self._text[:where]
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_len:
-            self.finish_reason = "length"
             self._text += self._stream.finish()
+            self.finish_reason = "length"
 
     def take_text(self) -> str:
         """Text not yet taken, less an end that may still become a stop string."""

@@ -14,6 +14,7 @@ from jaxattn.batch import RaggedBatch
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
 from jaxattn.engine.sampler import (
+    Asked,
     RowParams,
     TopLogprobs,
     choose,
@@ -44,8 +45,7 @@ class Buffers:
 class StepInputs:
     """What the host says of a step. Row s of everything is sequence s of the batch.
 
-    `samples`: rows that choose a token. `scores`: [whether a row wants log-probabilities of what
-    it chooses, whether one wants those of its prompt].
+    `samples`: rows that choose a token.
     """
 
     batch: RaggedBatch
@@ -53,7 +53,6 @@ class StepInputs:
     num_prompt: Int32[Array, "rows"]
     samples: Bool[Array, "rows"]
     params: RowParams
-    scores: Bool[Array, "2"]
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +68,7 @@ class StepOutputs:
 def make_step(
     model: Gemma3, plan: CachePlan, **attention: Any
 ) -> tuple[list[Array], Callable[..., tuple[Buffers, StepOutputs]]]:
-    """The model's weights, flat, and `step(weights, buffers, inputs, num_tokens=...)`.
+    """The model's weights, flat, and `step(weights, buffers, inputs, asked, num_tokens=...)`.
 
     `num_tokens` is static: the flat tokens of the step, padding included.
     """
@@ -78,10 +77,10 @@ def make_step(
     weights, tree = jax.tree.flatten(state)
 
     def step(
-        weights: list[Array], buffers: Buffers, inputs: StepInputs, *, num_tokens: int
+        weights: list[Array], buffers: Buffers, inputs: StepInputs, asked: Asked, *, num_tokens: int
     ) -> tuple[Buffers, StepOutputs]:
         model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-        return _step(model, plan, attention, buffers, inputs, num_tokens)
+        return _step(model, plan, attention, buffers, inputs, asked, num_tokens)
 
     return weights, step
 
@@ -92,6 +91,7 @@ def _step(
     attention: dict[str, Any],
     buffers: Buffers,
     inputs: StepInputs,
+    asked: Asked,
     num_tokens: int,
 ) -> tuple[Buffers, StepOutputs]:
     batch, slots = inputs.batch, inputs.slots
@@ -107,20 +107,20 @@ def _step(
         history = partial(
             token_history, buffers.tokens[slots], inputs.num_prompt, batch.kv_lens, vocab
         )
-        chosen = choose(logits, inputs.params, history)
+        chosen = choose(logits, inputs.params, asked, history)
         scores = jax.lax.cond(
-            inputs.scores[0], top_logprobs, lambda *_: no_logprobs(rows, vocab), logits, chosen
+            asked.logprobs, top_logprobs, lambda *_: no_logprobs(rows, vocab), logits, chosen
         )
         return jnp.where(inputs.samples, chosen, 0), scores
 
     chosen, logprobs = jax.lax.cond(
-        jnp.any(inputs.samples),
+        asked.samples,
         sampled,
         lambda _: (jnp.zeros(rows, jnp.int32), no_logprobs(rows, vocab)),
         hidden[batch.last_rows()],
     )
     prompt_logprobs = jax.lax.cond(
-        inputs.scores[1],
+        asked.prompt_logprobs,
         partial(_score, model),
         lambda *_: no_logprobs(num_tokens, vocab),
         hidden,

@@ -1,0 +1,124 @@
+"""The engine on eight devices: the same tokens as on one, however they are shared."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxattn.engine.devices import make_mesh, place_weights
+from jaxattn.engine.runner import DATA, HEADS
+from jaxattn.models.gemma3.model import Gemma3, random_weights
+from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.sampling import SamplingParams
+from tests import tiny_model
+from tests.tiny_model import VOCAB, PlainText
+
+# Eight kv heads, and a vocabulary that eight devices can share.
+CONFIG = dataclasses.replace(
+    tiny_model.config(), num_q_heads=16, num_kv_heads=8, vocab_size=VOCAB + 4
+)
+SHARES = [  # tensor, data; each takes a minute to compile on two cores
+    (2, 4),
+    pytest.param(8, 1, marks=pytest.mark.slow),
+    pytest.param(1, 8, marks=pytest.mark.slow),
+    pytest.param(4, 2, marks=pytest.mark.slow),
+]
+
+
+def weights():
+    arrays = random_weights(CONFIG, jax.random.key(1), scale=0.3)
+    gained = arrays | {"embed": 0.1 * arrays["embed"], "final_norm": 12 + arrays["final_norm"]}
+    return {name: np.asarray(array) for name, array in gained.items()}
+
+
+@cache
+def engine(tensor, data):
+    mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
+    model = Gemma3(CONFIG, place_weights(CONFIG, weights(), mesh))
+    return tiny_model.engine(model, mesh=mesh, max_num_batched_tokens=6, max_num_seqs=2)
+
+
+def requests():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in (1, 9, 30, 17, 45, 2, 30, 8, 50, 5, 12)]
+    greedy = SamplingParams(max_tokens=10, temperature=0, logprobs=2, prompt_logprobs=0)
+    random = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.9, presence_penalty=0.5)
+    return [(prompt, greedy if n % 3 else random) for n, prompt in enumerate([*prompts, *prompts])]
+
+
+def run(engine):
+    sequences = [
+        engine.add(prompt, params, seed=5, stream=PlainText()) for prompt, params in requests()
+    ]
+    while engine.has_work:
+        engine.step()
+        for each in engine.schedulers:
+            each.allocator.check()
+    for each in engine.schedulers:
+        assert each.allocator.free_pages == tuple(count - 1 for count in engine.num_pages)
+    assert not [each.error for each in sequences if each.error]
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run(engine(1, 1))
+
+
+@pytest.mark.parametrize(("tensor", "data"), SHARES)
+def test_shared_among_devices_equals_one_device(expected, tensor, data):
+    shared = engine(tensor, data)
+    for once in range(2):  # the second time prefixes are found
+        for ours, alone in zip(run(shared), expected, strict=True):
+            assert ours.new_tokens == alone.new_tokens
+            for mine, theirs in zip(
+                (*ours.logprobs, *ours.prompt_logprobs),
+                (*alone.logprobs, *alone.prompt_logprobs),
+                strict=True,
+            ):
+                assert mine.keys() == theirs.keys()
+                for token, entry in mine.items():
+                    assert entry.logprob == pytest.approx(theirs[token].logprob, abs=2e-4)
+        assert shared.runner.num_compiled() <= len(shared.buckets), once
+    stats = shared.stats()
+    assert stats.prefix_hit_tokens > 0
+    assert stats.pages_total == tuple(data * (count - 1) for count in shared.num_pages)
+
+
+def test_replicas_share_the_requests():
+    shared = engine(2, 4)
+    for prompt, params in requests()[:8]:
+        shared.add(prompt, params, seed=0, stream=PlainText())
+    assert [len(each.waiting) for each in shared.schedulers] == [2] * 4
+    while shared.has_work:
+        shared.step()
+
+
+def test_weights_and_pages_are_cut_not_copied():
+    shared = engine(2, 4)
+    embed = next(w for w in shared.runner._weights if w.shape == (CONFIG.vocab_size, 32))
+    assert embed.addressable_shards[0].data.size * 2 == embed.size
+    assert isinstance(embed.sharding, NamedSharding) and embed.sharding.spec[0] == HEADS
+    run(shared)
+    for pages in jax.tree.leaves(shared.runner.buffers.cache):
+        assert pages.addressable_shards[0].data.size * 8 == pages.size
+    tokens = shared.runner.buffers.tokens
+    assert tokens.sharding.spec[0] == DATA
+    assert tokens.addressable_shards[0].data.shape[0] * 4 == tokens.shape[0]
+
+
+def test_what_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match=r"is 16 devices, and JAX sees 8 \(cpu\)"):
+        make_mesh(tensor_parallel=2, data_parallel=8)
+    with pytest.raises(ValueError, match="tensor_parallel=0: expected at least 1"):
+        make_mesh(tensor_parallel=0, data_parallel=1)
+    config = dataclasses.replace(CONFIG, num_kv_heads=4)
+    with pytest.raises(ValueError, match="4 kv heads cannot be shared by 8 devices; 4 could"):
+        weight_specs(config, HEADS, 8)
+    mesh = make_mesh(tensor_parallel=8, data_parallel=1)
+    model = Gemma3(CONFIG, place_weights(CONFIG, weights(), mesh))
+    with pytest.raises(ValueError, match="do not fill the words"):
+        tiny_model.engine(model, mesh=mesh, kv_dtype="bfloat16")
