@@ -32,6 +32,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "on CPU what --max-num-seqs sequences of --max-model-len need",
     )
     group.add_argument(
+        "--expected-len",
+        type=int,
+        help="tokens of a typical sequence: the memory is divided among the cache's groups for as "
+        "many of these as possible (--max-model-len)",
+    )
+    group.add_argument(
         "--no-hybrid-kv-cache",
         dest="hybrid_kv_cache",
         action="store_false",
@@ -57,8 +63,8 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `LLM`."""
     names = (
         *("model", "dtype", "kv_dtype", "page_size", "max_model_len", "max_num_seqs"),
-        *("max_num_batched_tokens", "memory", "hybrid_kv_cache", "prefix_reuse", "backend"),
-        *("tensor_parallel", "data_parallel", "seed"),
+        *("max_num_batched_tokens", "memory", "expected_len", "hybrid_kv_cache", "prefix_reuse"),
+        *("backend", "tensor_parallel", "data_parallel", "seed"),
     )
     return {name: getattr(options, name) for name in names}
 

@@ -114,7 +114,7 @@ class Gate:
     def wait(self) -> None:
         if not self._is_open:
             self._arrived.release()
-            self._allowed.acquire(timeout=TIMEOUT)
+            assert self._allowed.acquire(timeout=TIMEOUT)
 
     def step(self, count: int = 1) -> None:
         """Let the engine make steps, and wait until it is about to make the first."""

@@ -155,14 +155,14 @@ def test_hybrid_cache_on_and_off_are_bit_equal(engine):
 def test_few_shapes_are_compiled(engine):
     rng = np.random.default_rng(4)
     run(engine, random_prompts(rng.integers(1, 60, 50), seed=4), SamplingParams(max_tokens=3))
-    assert engine.buckets == token_buckets(4, 3 * WINDOW) == (1, 2, 4, 8, 24)
+    assert engine.buckets == token_buckets(4, 3 * WINDOW) == (1, 2, 4, 8, 16, 24)
     assert engine.runner.num_compiled() <= len(engine.buckets)
 
 
 def test_buckets():
     assert token_buckets(1, 1) == (1,)
-    assert token_buckets(8, 512) == (1, 2, 8, 32, 128, 512)
-    assert token_buckets(4, 100) == (1, 2, 4, 8, 32, 100)
+    assert token_buckets(8, 512) == (1, 2, 8, 16, 32, 64, 128, 256, 512)
+    assert token_buckets(4, 100) == (1, 2, 4, 8, 16, 32, 64, 100)
     assert token_buckets(4, 4) == (1, 2, 4)
 
 

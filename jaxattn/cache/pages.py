@@ -166,7 +166,8 @@ class PageAllocator:
             index, start = sequence.num_blocks, sequence.num_blocks * page_size
             block = sequence.block.child(tuple(tokens[start : start + page_size]))
             for group, pool in enumerate(self._pools):
-                pool.keep(sequence.pages[group][index - first[group]], block)
+                if index >= first[group]:  # not given back before the tokens were known
+                    pool.keep(sequence.pages[group][index - first[group]], block)
             self._move(sequence, block)
             sequence.num_blocks += 1
 

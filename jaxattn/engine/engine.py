@@ -130,11 +130,27 @@ class Engine:
         self.runner.precompile(progress)
 
     def capacity(self, length: int) -> int:
-        """How many sequences of `length` tokens the cache holds at a time, over all replicas."""
-        sequences = capacity(
+        """How many sequences of `length` tokens can run at a time, over all replicas."""
+        held = capacity(
             self.plan, self.num_pages, length=length, step_tokens=self.max_num_batched_tokens
         )
-        return sequences * len(self.schedulers)
+        return min(held, self.schedulers[0].max_num_seqs) * len(self.schedulers)
+
+    def describe_cache(self) -> str:
+        """Bytes, tokens, and how many sequences of some lengths run at a time."""
+        replicas = len(self.schedulers)
+        sizes = [self.plan.page_bytes(group) * n for group, n in enumerate(self.num_pages)]
+        keepers = [
+            (n - 1) * group.store.page_size
+            for group, n in zip(self.plan.groups, self.num_pages, strict=True)
+            if group.store.retention is None
+        ]
+        tokens = f" for {replicas * min(keepers):,} tokens" if keepers else ""
+        lengths = sorted({max(2, self.max_model_len // part) for part in (16, 4, 1)})
+        running = ", ".join(f"{self.capacity(each):,} of {each:,}" for each in lengths)
+        return (
+            f"KV cache: {replicas * sum(sizes) / 2**20:,.0f} MiB{tokens}; runs at a time {running}"
+        )
 
     def stats(self) -> EngineStats:
         """What it has done and holds."""
@@ -428,11 +444,11 @@ def table_widths(
 
 
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The token counts that steps are compiled for: 1, 2, powers of 4 from 8, and both limits.
+    """The token counts that steps are compiled for: 1, 2, powers of 2 from 8, and both limits.
 
     A step of so many tokens has rows for as many sequences, at most `max_num_seqs`.
     """
-    sizes = [1, 2, *(8 * 4**exponent for exponent in range(16)), max_num_seqs]
+    sizes = [1, 2, *(8 * 2**exponent for exponent in range(32)), max_num_seqs]
     return tuple(
         sorted({size for size in sizes if size < max_num_batched_tokens} | {max_num_batched_tokens})
     )

@@ -129,6 +129,9 @@ class LLM:
             **options,
         )
         self._next_seed = seed
+        if progress:
+            console = Console(stderr=True)
+            console.print(f"[dim]{self.engine.describe_cache()}[/dim]", highlight=False)
 
     def precompile(self) -> None:
         """Compile every shape of a step now, with a progress bar, not when it first comes."""

@@ -59,6 +59,7 @@ class Asked(NamedTuple):
         return cls(**jax.tree.map(np.bool_, asked))
 
 
+_BLOCK = 4096  # entries of the vocabulary that are searched together
 _DTYPES = {"top_k": np.int32, "seed": np.uint32, "sample": np.int32}  # the rest is float32
 _OF_REQUEST = tuple(field.name for field in fields(RowParams) if field.name != "step")
 
@@ -166,11 +167,24 @@ def draw(
 
 
 def best(logits: Float[Array, "rows vocab"]) -> Int32[Array, "rows"]:
-    """The first of the largest logits; `jnp.argmax` takes ten times as long on CPU."""
-    largest = logits.max(axis=-1, keepdims=True)
-    last = logits.shape[1] - 1
+    """The first of the largest logits of every row.
+
+    By blocks of the vocabulary: for 32 rows on CPU a tenth of the time of a search in one piece.
+    """
+    rows, vocab = logits.shape
+    block = max(size for size in range(1, min(vocab, _BLOCK) + 1) if vocab % size == 0)
+    blocks = logits.reshape(rows, vocab // block, block)
+    row = _first_largest(blocks.max(axis=-1))
+    inside = jnp.take_along_axis(blocks, row[:, None, None], axis=1)[:, 0]
+    return row * block + _first_largest(inside)
+
+
+def _first_largest(numbers: Float[Array, "rows size"]) -> Int32[Array, "rows"]:
+    """As `jnp.argmax`, which takes ten times as long on CPU."""
+    largest = numbers.max(axis=-1, keepdims=True)
+    last = numbers.shape[1] - 1
     index = jnp.arange(last + 1, dtype=jnp.int32)[None]
-    return jnp.where(logits == largest, index, last).min(axis=-1)
+    return jnp.where(numbers == largest, index, last).min(axis=-1)
 
 
 def penalise(
