@@ -3,13 +3,14 @@
     python -m benchmarks.tpu_models --write     # updates benchmarks/tpu_models.md
 
 1B on one chip, 27B on 4 and 8 chips: weights cut by heads, hidden units and vocabulary, the
-attention kernels inside a `shard_map` over kv heads. Bytes are the compiler's, per chip. Nothing
-runs, and nothing here is a speed.
+attention kernels inside a `shard_map` over kv heads. The step is the engine's, sampling included.
+Bytes are the compiler's, per chip. Nothing runs, and nothing here is a speed.
 """
 
 import argparse
 import dataclasses
 import io
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,17 @@ from benchmarks.tpu_aot import Case, Compiled, compile_cases
 from jaxattn import PageTable, RaggedBatch, Target, group_layers
 from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.cache.state import cache_shapes
+from jaxattn.engine.runner import HEADS
+from jaxattn.engine.sampler import Asked, ParamTable
+from jaxattn.engine.step import Buffers, StepInputs, make_step
 from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.models.gemma3.sharding import weight_specs
 from jaxattn.sharding import pages_sharding
 
-AXIS = "heads"
 DTYPE = jnp.dtype(jnp.bfloat16)
-# Which axis of a weight `[out, in]` is cut; what is not named is on every chip.
-CUT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "embed": 0}
+WHOLE = PartitionSpec()  # on every chip
 PREFILL_TOKENS = 1024
 SHAPES = (  # model, chips, sequences, and their length that pools are made for
     ("gemma-3-1b", 1, 16, 8192),
@@ -55,52 +58,52 @@ def whole_step(
     page_size: int = 32,
     layers: int | None = None,
 ) -> tuple[jax.stages.Wrapped, tuple]:
-    """A step of `tokens` new tokens: logits of each sequence's last, and the cache.
+    """The engine's step of `tokens` new tokens of `seqs` sequences.
 
     `layers`: only so many of the model's.
     """
     config = CONFIGS[model]
     config = dataclasses.replace(config, layers=config.layers[:layers])
-    mesh = Mesh(np.array(devices[:chips]), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices[:chips]), (HEADS,), axis_types=(AxisType.Auto,))
 
-    def placed(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
-        )
+    def placed(leaf: Any, spec: Any = WHOLE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    def weight(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        cut = CUT.get(name.rpartition(".")[2])
-        return placed(shape, DTYPE, *(AXIS if axis == cut else None for axis in range(len(shape))))
+    def integers(*shape: int) -> Any:
+        return placed(jax.ShapeDtypeStruct(shape, jnp.int32))
 
-    weights = {name: weight(name, shape) for name, shape in expected_shapes(config).items()}
-    specs = layer_specs(config, page_size=page_size, kv_dtype=DTYPE.name)
-    plan = group_layers(specs, max_len=max_len)
+    specs = weight_specs(config, HEADS, chips)
+    weights: dict[str, Any] = {
+        name: placed(jax.ShapeDtypeStruct(shape, DTYPE), specs[name])
+        for name, shape in expected_shapes(config).items()
+    }
+    plan = group_layers(
+        layer_specs(config, page_size=page_size, kv_dtype=DTYPE.name), max_len=max_len
+    )
     limits = {"max_len": max_len, "step_tokens": tokens}
     num_pages = [1 + need for need in worst_demand(plan, max_num_seqs=seqs, **limits)]
-    layout = plan.groups[0].store.layout
-    rows = pages_sharding(layout, AXIS, chips)
-    cache = jax.tree.map(
-        lambda leaf: placed(leaf.shape, leaf.dtype, *rows), cache_shapes(plan, num_pages)
-    )
-
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return placed(shape, jnp.int32)
-
+    rows = pages_sharding(plan.groups[0].store.layout, HEADS, chips)
+    cache = jax.tree.map(lambda leaf: placed(leaf, rows), cache_shapes(plan, num_pages))
     tables = tuple(
         PageTable(integers(seqs, table_width(plan, group, **limits)), integers(seqs))
         for group in range(len(plan.groups))
     )
-    batch = RaggedBatch(integers(seqs), integers(seqs + 1), integers(3), tables)
-
-    def step(cache: Any, weights: dict, token_ids: jax.Array, batch: RaggedBatch) -> tuple:
-        net = Gemma3(config, weights)
-        options = {"backend": "pallas_tpu", "target": target}
-        if chips > 1:
-            options["heads_axis"] = AXIS
-        hidden, cache = net(token_ids, cache, plan=plan, batch=batch, **options)
-        return net.logits(hidden[batch.last_rows()]), cache
-
-    return jax.jit(step, donate_argnums=0), (cache, weights, integers(tokens), batch)
+    params = ParamTable(seqs).rows(np.arange(seqs), np.zeros(seqs, np.int32))
+    inputs = StepInputs(
+        batch=RaggedBatch(integers(seqs), integers(seqs + 1), integers(3), tables),
+        slots=integers(seqs),
+        num_prompt=integers(seqs),
+        samples=placed(np.zeros(seqs, bool)),  # type: ignore[arg-type]
+        params=jax.tree.map(placed, params),
+    )
+    asked = jax.tree.map(placed, Asked.by([], samples=True))
+    options: dict[str, Any] = {"backend": "pallas_tpu", "target": target}
+    if chips > 1:
+        options["heads_axis"] = HEADS
+    flat, step = make_step(Gemma3(config, weights), plan, **options)
+    compiled = jax.jit(partial(step, num_tokens=tokens), donate_argnames="buffers")
+    buffers = Buffers(cache, integers(seqs, max_len))
+    return compiled, (flat, buffers, inputs, asked)
 
 
 def cases() -> list[Case]:

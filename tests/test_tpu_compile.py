@@ -139,6 +139,17 @@ def test_everything_at_once_and_one_model_compile(target):
     check_compiles(target, few)
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["v5e", *(pytest.param(each, marks=pytest.mark.slow) for each in CHIPS if each != "v5e")],
+)
+def test_the_engines_step_on_four_chips_compiles(target):
+    """Weights and pages cut by heads, sampling on the device; two layers of 27B."""
+    shape = {"model": "gemma-3-27b", "chips": 4, "max_len": 8192, "seqs": 16, "layers": 2}
+    step = "benchmarks.tpu_models:whole_step"
+    check_compiles(target, [Case("decode", step, shape | {"tokens": 16})])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CHIPS)
 def test_what_is_not_refused_compiles(target):
