@@ -1,4 +1,4 @@
-"""`jaxattn generate | plan | support`: the library from a terminal."""
+"""`jaxattn generate | batch | serve | plan | support`: the library from a terminal."""
 
 import argparse
 import os
@@ -10,6 +10,9 @@ import jax
 from rich.console import Console
 
 import jaxattn
+from jaxattn.options import memory_size
+from jaxattn.serve import command as serve_command
+from jaxattn.serve import offline_command
 
 DEFAULT_MODEL = "gemma-3-270m"
 _USER_ERRORS = (
@@ -69,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-model-len", type=int, help="most tokens, prompt included")
     generate.add_argument("--backend", help="attention backend, see `jaxattn support`")
 
+    offline_command.add_parser(commands)
+    serve_command.add_parser(commands)
+
     plan = commands.add_parser("plan", help="print a model's cache plan, hybrid on and off")
     plan.set_defaults(run=_plan)
     _add_model(plan)
@@ -76,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=int, default=8, help="sequences in flight")
     plan.add_argument("--page-size", type=int, default=32, help="tokens of a page (32)")
     plan.add_argument("--kv-dtype", default="bfloat16", help="stored type (bfloat16)")
+    plan.add_argument(
+        "--memory", type=memory_size, help="of the cache, such as 4GiB: print what it holds"
+    )
 
     support = commands.add_parser("support", help="print what each attention backend supports")
     support.set_defaults(run=_support)
@@ -155,26 +164,42 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from jaxattn.cache.sizing import worst_demand
+    from jaxattn.cache.sizing import capacity, cdiv, pool_pages, worst_demand
     from jaxattn.models.gemma3.checkpoint import load_config
     from jaxattn.models.gemma3.model import layer_specs
 
     config = load_config(options.model)
     specs = layer_specs(config, page_size=options.page_size, kv_dtype=options.kv_dtype)
     console = Console(width=None if sys.stdout.isatty() else 100)
+    max_len, step_tokens = options.max_len, 512
     for hybrid in (True, False):
-        plan = jaxattn.group_layers(specs, hybrid=hybrid, max_len=options.max_len)
+        plan = jaxattn.group_layers(specs, hybrid=hybrid, max_len=max_len)
         pages = worst_demand(
-            plan, max_num_seqs=options.batch, max_len=options.max_len, step_tokens=512
+            plan, max_num_seqs=options.batch, max_len=max_len, step_tokens=step_tokens
         )
         state = "on" if hybrid else "off"
         console.rule(f"{options.model}, hybrid cache {state}", align="left")
         console.print(plan)
         total = sum(count * plan.page_bytes(group) for group, count in enumerate(pages))
         console.print(
-            f"{options.batch} sequences of {options.max_len} tokens, 512 in flight: "
-            f"{total / 2**20:,.1f} MiB\n"
+            f"{options.batch} sequences of {max_len} tokens, {step_tokens} in flight: "
+            f"{total / 2**20:,.1f} MiB"
         )
+        if options.memory is not None:
+            pools = pool_pages(
+                plan,
+                options.memory,
+                max_len=max_len,
+                typical_len=cdiv(max_len, 4),
+                step_tokens=step_tokens,
+            )
+            lengths = sorted({max(1, max_len // part) for part in (16, 4, 1)})
+            held = ", ".join(
+                f"{capacity(plan, pools, length=each, step_tokens=step_tokens):,} of {each:,}"
+                for each in lengths
+            )
+            console.print(f"{options.memory / 2**20:,.1f} MiB hold sequences of tokens: {held}")
+        console.print()
     return 0
 
 

@@ -35,7 +35,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--expected-len",
         type=int,
         help="tokens of a typical sequence: the memory is divided among the cache's groups for as "
-        "many of these as possible (--max-model-len)",
+        "many of these as possible (a quarter of --max-model-len)",
     )
     group.add_argument(
         "--no-hybrid-kv-cache",

@@ -111,25 +111,36 @@ def capacity(plan: "CachePlan", num_pages: Sequence[int], *, length: int, step_t
     So many always fit, with `step_tokens` tokens in flight in the whole batch.
     """
     return _most(
-        lambda count: all(
-            1 + need <= have
-            for need, have in zip(
-                worst_demand(plan, max_num_seqs=count, max_len=length, step_tokens=step_tokens),
-                num_pages,
-                strict=True,
+        # a page each at least: a window of 1 with pages of 1 holds none between two steps
+        lambda count: (
+            count < min(num_pages)
+            and all(
+                1 + need <= have
+                for need, have in zip(
+                    worst_demand(plan, max_num_seqs=count, max_len=length, step_tokens=step_tokens),
+                    num_pages,
+                    strict=True,
+                )
             )
         )
     )
 
 
 def pool_pages(
-    plan: "CachePlan", memory: int, *, max_len: int, typical_len: int, step_tokens: int
+    plan: "CachePlan",
+    memory: int,
+    *,
+    max_len: int,
+    typical_len: int,
+    step_tokens: int,
+    max_num_seqs: int | None = None,
 ) -> tuple[int, ...]:
     """Pages of every group's pool, null page included, in at most `memory` bytes.
 
-    As many as the most sequences of `typical_len` tokens need; what is left over goes to the
-    groups that keep everything, and then to all. At least one sequence of `max_len` fits:
-    ValueError otherwise, with the bytes that it takes.
+    As many as the most sequences of `typical_len` tokens need (at most `max_num_seqs`). What is
+    left over goes to the groups that keep everything, until these sequences could all be of
+    `max_len`, and then to all. At least one sequence of `max_len` fits: ValueError otherwise, with
+    the bytes that it takes.
     """
 
     def pages(count: int) -> tuple[int, ...]:
@@ -147,16 +158,28 @@ def pool_pages(
             f"{memory=} bytes of cache are too few: one sequence of {max_len} tokens takes {least} "
             f"({least / 2**20:.1f} MiB); give more, or a smaller max_model_len"
         )
-    most = _most(lambda count: size(pages(count)) <= memory)
+    each = sum(plan.page_bytes(group) for group in range(len(plan.groups)))
+    most = _most(
+        lambda count: (
+            (max_num_seqs is None or count <= max_num_seqs)
+            and count * each < memory
+            and size(pages(count)) <= memory
+        )
+    )
     num_pages = list(pages(most) if most else (1 + need for need in one))
     keeps_all = [index for index, group in enumerate(plan.groups) if group.store.retention is None]
-    for groups in (keeps_all, range(len(plan.groups))):
-        if groups:
-            together = sum(plan.page_bytes(group) for group in groups)
-            more = (memory - size(num_pages)) // together
-            for group in groups:
-                num_pages[group] += more
-    return tuple(num_pages)
+    if keeps_all:
+        together = sum(plan.page_bytes(group) for group in keeps_all)
+        more = (memory - size(num_pages)) // together
+        if max_num_seqs is not None:
+            longest = worst_demand(
+                plan, max_num_seqs=max_num_seqs, max_len=max_len, step_tokens=step_tokens
+            )
+            more = min(more, max(1 + longest[group] - num_pages[group] for group in keeps_all))
+        for group in keeps_all:
+            num_pages[group] += more
+    more = (memory - size(num_pages)) // each
+    return tuple(count + more for count in num_pages)
 
 
 def _most(fits: Callable[[int], bool]) -> int:

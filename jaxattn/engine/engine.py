@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan, group_layers
-from jaxattn.cache.sizing import capacity, pool_pages, table_width, worst_demand
+from jaxattn.cache.sizing import capacity, cdiv, pool_pages, table_width, worst_demand
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.runner import HEADS, Dispatched, Results, Runner
 from jaxattn.engine.sampler import TopLogprobs
@@ -41,8 +41,8 @@ class Engine:
         max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
         memory: bytes of the cache of one replica, over all of its devices. None: what
             `max_num_seqs` sequences of `max_model_len` need.
-        expected_len: tokens of a typical sequence, None: `max_model_len`. `memory` is divided
-            among the groups for as many of these as possible.
+        expected_len: tokens of a typical sequence, None: a quarter of `max_model_len`. `memory` is
+            divided among the groups for as many of these as possible.
         hybrid_kv_cache: whether windowed layers keep only what their window can see. Outputs are
             the same either way.
         prefix_reuse: whether requests that begin alike share pages. Outputs are the same.
@@ -125,8 +125,13 @@ class Engine:
         """Whether a sequence is waiting or running, or a step is not settled."""
         return bool(self._in_flight) or any(each.has_work for each in self.schedulers)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, sequences) of every step that is ever compiled, on each replica."""
+        return tuple((size, min(size, self.schedulers[0].max_num_seqs)) for size in self.buckets)
+
     def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Compile every shape in `buckets` now; `progress(how many are done)`."""
+        """Compile all `shapes` now; `progress(how many are done)`."""
         self.runner.precompile(progress)
 
     def capacity(self, length: int) -> int:
@@ -212,7 +217,7 @@ class Engine:
         )
         self._next_id += 1
         self._prompt_tokens += sequence.num_prompt
-        min(self.schedulers, key=lambda each: each.num_tokens).add(sequence)
+        min(self.schedulers, key=lambda each: each.num_requests).add(sequence)
         return sequence
 
     def step(self) -> list[Sequence]:
@@ -422,8 +427,9 @@ def plan_engine(
         plan,
         memory,
         max_len=max_model_len,
-        typical_len=expected_len or max_model_len,
+        typical_len=expected_len or cdiv(max_model_len, 4),
         step_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
     )
     return plan, num_pages
 

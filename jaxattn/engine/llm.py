@@ -47,7 +47,8 @@ class LLM:
         memory: bytes of the KV cache on each device. None: 9 tenths of what the device has left
             once the weights are there; on CPU what `max_num_seqs` sequences of `max_model_len`
             need. Where sequences need more, some wait or are computed again.
-        expected_len: tokens of a typical sequence, to divide `memory` well; None: `max_model_len`.
+        expected_len: tokens of a typical sequence, to divide `memory` well; None: a quarter of
+            `max_model_len`.
         hybrid_kv_cache: False stores windowed layers like global ones; outputs are the same.
         prefix_reuse: False computes every prompt whole; outputs are the same.
         backend: attention backend; None is the first that supports the model here.
@@ -258,10 +259,12 @@ class LLM:
             raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
         try:
             self._add(requests, continuations)
-            while any(each.finish_reason is None for each in continuations):
+            left = len(continuations)
+            while left:
                 for sequence in self.engine.step():
                     if sequence.error is not None:
                         raise sequence.error
+                    left -= sequence.finish_reason is not None
                     yield _chunk(sequence)
         finally:
             self.engine.abort(continuations)

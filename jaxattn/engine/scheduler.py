@@ -63,9 +63,9 @@ class Scheduler:
         return bool(self.waiting or self.running or self._ending)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences: how busy it is."""
-        return sum(len(each.tokens) for each in (*self.waiting, *self.running))
+    def num_requests(self) -> int:
+        """How many wait and run."""
+        return len(self.waiting) + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""

@@ -1,6 +1,5 @@
 """One continuation in progress: its tokens, how far the cache holds them, and its text so far."""
 
-import time
 from typing import Protocol
 
 from jaxattn.engine.outputs import CompletionOutput, FinishReason, Logprob
@@ -51,7 +50,6 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # found in the cache when it was first admitted
         self.slot: int | None = None  # its row in the runner's buffers while it runs
-        self.arrival = time.monotonic()
         self.max_len = min(max_len, self.num_prompt + params.max_tokens)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
