@@ -3,6 +3,7 @@
 Physical page 0 of every group is the null page: never allocated, never owned.
 """
 
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 class _Sequence:
     """Tokens computed, tokens placed, and for each group the physical pages, oldest first.
 
+    Pages are C integers, which numpy copies into page tables in one piece.
     `block`: its last whole block in the prefix tree, `num_blocks` the blocks up to there.
     """
 
     settled: int
     length: int
-    pages: list[list[int]]
+    pages: list[array]
     block: Block
     num_blocks: int
 
@@ -105,7 +107,7 @@ class PageAllocator:
         self._sequences[seq_id] = _Sequence(
             settled=match.num_tokens,
             length=match.num_tokens,
-            pages=[list(pages) for pages in match.pages],
+            pages=[array("i", pages) for pages in match.pages],
             block=match.block,
             num_blocks=match.num_tokens // self._stores[0].page_size,
         )
@@ -206,7 +208,7 @@ class PageAllocator:
                     f"{width=} is too small: {seq_id=} has {len(pages)} live pages in {group=}; "
                     "use table_width() of the plan"
                 )
-            page_indices[row, : len(pages)] = pages
+            page_indices[row, : len(pages)] = np.frombuffer(pages, np.intc)
             first_page[row] = self._live(group, sequence).start
         return page_indices, first_page
 
