@@ -296,6 +296,39 @@ def test_a_failing_step_ends_its_requests_and_no_others(engine, where, monkeypat
     assert [each.new_tokens for each in run(engine, prompts)] == expected
 
 
+class BrokenText(PlainText):
+    """Fails at the token after `good` ones, and at the end."""
+
+    def __init__(self, good):
+        self.good = good
+
+    def step(self, token_id):
+        self.good -= 1
+        if self.good < 0:
+            raise ValueError("no text")
+        return super().step(token_id)
+
+    def finish(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("good", [11, 12])
+def test_a_text_that_fails_ends_the_step_and_all_who_end_in_it_are_told(engine, good):
+    prompts = random_prompts([6, 9, 11], seed=13)
+    expected = [each.new_tokens for each in run(engine, prompts)]
+    streams = [PlainText(), BrokenText(good), PlainText()]
+    sequences = [
+        engine.add(prompt, GREEDY, seed=0, stream=stream)
+        for prompt, stream in zip(prompts, streams, strict=True)
+    ]
+    while engine.has_work:
+        news = engine.step()
+    assert news == sequences  # the first had all of its tokens before the second one failed
+    assert [each.finish_reason for each in sequences] == ["length", "error", "error"]
+    assert sequences[0].new_tokens == expected[0]
+    assert str(sequences[1].error) == "no text"
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_an_interrupted_step_drops_everything(engine, where, monkeypatch):
     prompts = random_prompts([6, 30, 40, 2, 9, 11, 5], seed=11)
@@ -327,6 +360,20 @@ def test_abort_leaves_the_others_alone(engine):
     for each in sequences[0::2]:
         assert_greedy(each)
     assert all(each.finish_reason == "abort" for each in sequences[1::2])
+
+
+def test_abort_lets_those_in_who_wait(engine):
+    """The step that is settled next has no news, and somebody waits for its slots."""
+    prompts = random_prompts([6, 30, 40, 2, 9, 5], seed=12)
+    sequences = [add(engine, prompt) for prompt in prompts]
+    for _ in range(8):
+        engine.step()
+    engine.abort(sequences[:4])
+    assert engine.step() == []
+    while engine.has_work:
+        engine.step()
+    for each in sequences[4:]:
+        assert_greedy(each)
 
 
 @pytest.mark.parametrize(

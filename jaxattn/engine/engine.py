@@ -227,7 +227,7 @@ class Engine:
         sequences with the finish reason "error"; others begin again.
         """
         start = time.perf_counter()
-        self._scheduled, self._news = [], []
+        self._news = []
         stuck = False
         try:
             started = self._start()
@@ -247,12 +247,20 @@ class Engine:
         return self._news
 
     def _start(self) -> bool:
-        """Schedule a step and start it; False if there is nothing to compute now."""
-        self._scheduled = [each.schedule() for each in self.schedulers]
+        """Schedule a step and start it; False if there is nothing to compute now.
+
+        A step of a new shape is held back while another runs: compiling takes seconds, which
+        that one's news need not wait for.
+        """
         if not any(self._scheduled):
+            self._scheduled = [each.schedule() for each in self.schedulers]
+        if not any(self._scheduled):
+            return False
+        if self._in_flight and not self.runner.is_compiled(self._scheduled):
             return False
         allocators = [each.allocator for each in self.schedulers]
         self._in_flight.append(self.runner.dispatch(self._scheduled, allocators))
+        self._scheduled = []
         self._steps += 1
         return True
 
@@ -322,12 +330,18 @@ class Engine:
         ]
 
     def _fail(self, error: Exception) -> None:
-        """End the sequences of the steps that are lost; the cache is, for everybody."""
-        lost = [*self._scheduled, *(shares for step in self._in_flight for shares in step.shares)]
+        """End the sequences of the steps that are lost; the cache is, for everybody.
+
+        All sequences end if there is no step to blame: it may happen again, and again.
+        """
+        steps = [*self._scheduled, *(shares for step in self._in_flight for shares in step.shares)]
+        lost = {share.sequence.id: share.sequence for step in steps for share in step}
+        lost = lost or {sequence.id: sequence for sequence in self._all()}
         self._in_flight.clear()
+        self._scheduled = []
         for scheduler in self.schedulers:
             scheduler.restart(self._new_allocator())
-        for sequence in {id(s.sequence): s.sequence for step in lost for s in step}.values():
+        for sequence in lost.values():
             if sequence.finish_reason is None:
                 sequence.end("error", error)
                 if sequence not in self._news:  # the step failed after it had a token

@@ -91,6 +91,7 @@ class Runner:
             out_shardings=self._out_shardings(),
             compiler_options=_compiler_options(),
         )
+        self._compiled: set[int] = set()
         self._load = jax.jit(
             _load, donate_argnums=0, out_shardings=self.buffer_shapes().tokens.sharding
         )
@@ -201,8 +202,15 @@ class Runner:
             for share in step:
                 if share.fresh:
                     self.admit(replica, share.sequence)
+        return self._run(shares, allocators, self._bucket(shares))
+
+    def is_compiled(self, shares: list[list[Scheduled]]) -> bool:
+        """Whether a step of this shape has run before."""
+        return self._bucket(shares) in self._compiled
+
+    def _bucket(self, shares: list[list[Scheduled]]) -> int:
         most = max(sum(share.num_tokens for share in step) for step in shares)
-        return self._run(shares, allocators, min(size for size in self.buckets if size >= most))
+        return min(size for size in self.buckets if size >= most)
 
     def _run(
         self,
@@ -227,6 +235,7 @@ class Runner:
             self.buffers, out = self._step(
                 self._weights, self.buffers, inputs, asked, num_tokens=size
             )
+        self._compiled.add(size)
         wanted = (
             out.chosen,
             out.logprobs if asked.logprobs else None,

@@ -103,7 +103,8 @@ def _step(
     rows, vocab = len(slots), model.config.vocab_size
 
     def sampled(last: Float[Array, "rows embed"]) -> tuple[Int32[Array, "rows"], TopLogprobs]:
-        logits = model.logits(last)
+        # Not to be computed again for each of its readers: 2 of 33 ms on CPU.
+        logits = jax.lax.optimization_barrier(model.logits(last))
         history = partial(
             token_history, buffers.tokens[slots], inputs.num_prompt, batch.kv_lens, vocab
         )
