@@ -153,6 +153,7 @@ def narrow(
     made = engine.runner.num_pages
     engine.num_pages = tuple(map(min, engine.num_pages, made))
     engine._prefix_reuse = prefix_reuse
+    engine.max_num_batched_tokens = chunk
     for scheduler in engine.schedulers:
         scheduler.running.clear()
         scheduler.waiting.clear()

@@ -1,0 +1,1 @@
+"""OpenAI's requests and responses: over HTTP, and in batches from files."""
