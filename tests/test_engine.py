@@ -1,5 +1,6 @@
 """The engine on a tiny float32 model, against the same model without a cache."""
 
+import logging
 from functools import cache
 
 import jax
@@ -157,6 +158,37 @@ def test_few_shapes_are_compiled(engine):
     run(engine, random_prompts(rng.integers(1, 60, 50), seed=4), SamplingParams(max_tokens=3))
     assert engine.buckets == token_buckets(4, 3 * WINDOW) == (1, 2, 4, 8, 16, 24)
     assert engine.runner.num_compiled() <= len(engine.buckets)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_nothing_is_compiled_after_precompiling(max_num_seqs):
+    engine = tiny_model.engine(TINY, max_num_seqs=max_num_seqs, max_num_batched_tokens=2)
+    done = []
+    with jax.log_compiles(), CompileLog() as compiled:
+        engine.precompile(done.append)
+    assert len(compiled.names) >= 2
+    assert done == [1, 2] and engine.shapes == ((1, 1), (2, max_num_seqs))
+    params = SamplingParams(max_tokens=3, temperature=1, top_p=0.5, logprobs=1, prompt_logprobs=1)
+    with jax.log_compiles(), CompileLog() as compiled:
+        run(engine, random_prompts([1, 4, 2]), params)
+    assert compiled.names == []
+    assert_empty(engine)
+
+
+class CompileLog(logging.Handler):
+    """Names of what jax compiles meanwhile."""
+
+    def __enter__(self):
+        self.names = []
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *error):
+        logging.getLogger("jax").removeHandler(self)
+
+    def emit(self, record):
+        if record.getMessage().startswith("Compiling"):
+            self.names.append(record.getMessage()[:80])
 
 
 def test_buckets():

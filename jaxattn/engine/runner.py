@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int32
 
 from jaxattn.batch import PageTable, RaggedBatch
@@ -152,12 +152,13 @@ class Runner:
 
     def _out_shardings(self) -> Any:
         """Buffers stay where they are: a step returns what the next one was compiled for."""
-        if self.mesh is None:
-            return None
         return jax.tree.map(lambda leaf: leaf.sharding, self.buffer_shapes()), None
 
-    def _sharding(self, spec: PartitionSpec) -> NamedSharding | None:
-        return NamedSharding(self.mesh, spec) if self.mesh else None
+    def _sharding(self, spec: PartitionSpec) -> Sharding:
+        """On the mesh, or the one device: always said, or a step would compile for each way."""
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(self.mesh, spec)
 
     def _in_mesh(self) -> contextlib.AbstractContextManager:
         return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()

@@ -106,8 +106,12 @@ class Sequence:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self._stop_token_ids else None
             return
+        searched = len(self._text)
         self._text += self._stream.step(token)
-        found = [(self._text.find(text), text) for text in self.params.stop_strings]
+        found = [
+            (self._text.find(text, max(0, searched - len(text) + 1)), text)
+            for text in self.params.stop_strings
+        ]
         found = [(where, text) for where, text in found if where >= 0]
         if found:
             where, self.stop_reason = min(found)
@@ -128,7 +132,7 @@ class Sequence:
 
     def take_tokens(self) -> list[int]:
         """New tokens not yet taken."""
-        tokens = self.new_tokens[self._num_tokens_taken :]
+        tokens = self.tokens[self.num_prompt + self._num_tokens_taken :]
         self._num_tokens_taken += len(tokens)
         return tokens
 
