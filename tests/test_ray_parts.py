@@ -78,6 +78,15 @@ def test_parts_of_a_file_are_its_lines(tmp_path_factory, data):
         assert plan.where(place) == f"line {place} of {path}"
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_becomes_shorter(tmp_path, format):
+    write, path = {"jsonl": write_lines, "parquet": write_parquet}[format], tmp_path / f"a.{format}"
+    plan = plan_input(write(path, mixed(4)), 3)
+    write(path, mixed(2))
+    with pytest.raises(ValueError, match=rf"a\.{format} became shorter while it was read"):
+        list(read_part_texts(plan.parts[:1]))
+
+
 @pytest.mark.parametrize("struct", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4, 100])
 def test_parquet_holds_the_same_requests(tmp_path, struct, rows):

@@ -80,21 +80,26 @@ class PageAllocator:
         """Whether to take in a sequence of `length` tokens that begins with `match`.
 
         `others`: every admitted sequence and its tokens. Charged are the pages that each holds
-        once all of its tokens are computed, and the tokens of a step, `step_tokens`, once for
-        the whole batch.
+        once all of its tokens are computed, and once for the whole batch those of the tokens in
+        flight, at most `step_tokens`.
         """
-        wanted = np.array(demand(self.plan, [(length - 1, length)]))
-        wanted -= [len(pages) for pages in match.pages]
-        for seq_id, tokens in others.items():
-            sequence = self._get(seq_id)
-            grown = demand(self.plan, [(max(tokens - 1, sequence.settled), tokens)])
-            have = [len(pages) for pages in sequence.pages]
-            wanted += np.maximum(np.subtract(grown, have), 0)
+        no_pages = np.zeros(len(self._pools), int)
+        wanted, in_flight = no_pages.copy(), no_pages.copy()
+        newcomer = match.num_tokens, length, match.pages
+        for settled, tokens, pages in (newcomer, *map(self._extent, others.items())):
+            after = np.array(demand(self.plan, [(max(tokens - 1, settled), tokens)]))
+            in_flight += demand(self.plan, [(settled, tokens)]) - after
+            wanted += np.maximum(after - [len(each) for each in pages], 0)
         for group, (store, pool) in enumerate(zip(self._stores, self._pools, strict=True)):
             wanted[group] += pool.idle(match.pages[group])
-            if store.retention is not None:
-                wanted[group] += cdiv(step_tokens, store.page_size)
+            wanted[group] += min(in_flight[group], cdiv(step_tokens, store.page_size))
         return bool((wanted <= self.free_pages).all())
+
+    def _extent(self, item: tuple[Hashable, int]) -> tuple[int, int, Sequence[Sequence[int]]]:
+        """Tokens settled, all tokens, and pages of an admitted sequence."""
+        seq_id, tokens = item
+        sequence = self._get(seq_id)
+        return sequence.settled, tokens, sequence.pages
 
     def admit(self, seq_id: Hashable, match: Match | None = None) -> None:
         """Start a sequence: of no tokens and no pages, or with those of a fresh `match`."""

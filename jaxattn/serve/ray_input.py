@@ -98,7 +98,8 @@ def plan_input(path: Path, rows_per_part: int) -> BatchInput:
 def read_part_texts(parts: list[Part]) -> Iterator[tuple[Part, bytes]]:
     """The lines of parts, as JSONL from each one's first line on.
 
-    The parts are of one JSONL file, or of one row group of a Parquet file, in their order.
+    The parts are of one JSONL file, or of one row group of a Parquet file, in their order. Raises
+    ValueError for a file that has become shorter.
     """
     if not parts[0].source.endswith(".parquet"):
         with open(parts[0].source, "rb") as file:
@@ -107,12 +108,16 @@ def read_part_texts(parts: list[Part]) -> Iterator[tuple[Part, bytes]]:
                 lines, found = [], 0
                 while found < part.count:
                     lines.append(file.readline())
+                    if not lines[-1]:
+                        raise ValueError(f"{part.source} became shorter while it was read")
                     found += bool(lines[-1].strip())
                 yield part, b"".join(lines)
         return
     rows, at = _rows(parts[0].source, parts[0].start), 0
     for part in parts:
-        wanted = itertools.islice(rows, part.skip - at, part.skip - at + part.count)
+        wanted = list(itertools.islice(rows, part.skip - at, part.skip - at + part.count))
+        if len(wanted) < part.count:
+            raise ValueError(f"{part.source} became shorter while it was read")
         yield part, b"".join(map(_row_text, wanted))
         at = part.skip + part.count
 
