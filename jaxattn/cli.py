@@ -11,8 +11,8 @@ from rich.console import Console
 
 import jaxattn
 from jaxattn.options import memory_size
-from jaxattn.serve import command as serve_command
-from jaxattn.serve import offline_command
+from jaxattn.serve.http import command as serve_command
+from jaxattn.serve.offline import command as offline_command
 
 DEFAULT_MODEL = "gemma-3-270m"
 _USER_ERRORS = (
@@ -84,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--kv-dtype", default="bfloat16", help="stored type (bfloat16)")
     plan.add_argument(
         "--memory", type=memory_size, help="of the cache, such as 4GiB: print what it holds"
+    )
+    plan.add_argument(
+        "--expected-len",
+        type=int,
+        help="tokens of a typical sequence, for which --memory is divided (a quarter of --max-len)",
     )
 
     support = commands.add_parser("support", help="print what each attention backend supports")
@@ -172,6 +177,7 @@ def _plan(options: argparse.Namespace) -> int:
     specs = layer_specs(config, page_size=options.page_size, kv_dtype=options.kv_dtype)
     console = Console(width=None if sys.stdout.isatty() else 100)
     max_len, step_tokens = options.max_len, 512
+    typical_len = options.expected_len or cdiv(max_len, 4)
     for hybrid in (True, False):
         plan = jaxattn.group_layers(specs, hybrid=hybrid, max_len=max_len)
         pages = worst_demand(
@@ -190,7 +196,7 @@ def _plan(options: argparse.Namespace) -> int:
                 plan,
                 options.memory,
                 max_len=max_len,
-                typical_len=cdiv(max_len, 4),
+                typical_len=typical_len,
                 step_tokens=step_tokens,
             )
             lengths = sorted({max(1, max_len // part) for part in (16, 4, 1)})
@@ -198,7 +204,10 @@ def _plan(options: argparse.Namespace) -> int:
                 f"{capacity(plan, pools, length=each, step_tokens=step_tokens):,} of {each:,}"
                 for each in lengths
             )
-            console.print(f"{options.memory / 2**20:,.1f} MiB hold sequences of tokens: {held}")
+            console.print(
+                f"{options.memory / 2**20:,.1f} MiB, divided for sequences of {typical_len:,} tokens, "
+                f"hold at a time: {held}"
+            )
         console.print()
     return 0
 

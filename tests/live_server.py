@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from jaxattn import LLM
-from jaxattn.serve.server import Server, listen, url_of
-from jaxattn.serve.service import Service
-from jaxattn.serve.settings import ServerSettings
+from jaxattn.serve.http.server import Server, listen, url_of
+from jaxattn.serve.http.service import Service
+from jaxattn.serve.http.settings import ServerSettings
 
 MODEL = "tiny"
 TIMEOUT = 60

@@ -8,8 +8,8 @@ import pytest
 from jaxattn import LLM, SamplingParams
 from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.chat import render_chat
-from jaxattn.serve.batch_format import Failure, Result
-from jaxattn.serve.offline import OfflineBatch, run
+from jaxattn.serve.offline.format import Failure, Result
+from jaxattn.serve.offline.run import OfflineBatch, run
 from tests import tiny_model
 from tests.offline_cases import CHAT, ENGINE, MODEL, mixed, request
 

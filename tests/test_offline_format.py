@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.serve.batch_format import (
+from jaxattn.serve.offline.format import (
     ERROR_BEGINS,
     RESULT_BEGINS,
     Failure,
@@ -17,7 +17,7 @@ from jaxattn.serve.batch_format import (
     index_ids,
     line_of_result,
 )
-from jaxattn.serve.errors import RequestError
+from jaxattn.serve.openai.errors import RequestError
 from tests.offline_cases import request
 
 GOOD = request("a", "the hen")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxattn.serve import jsonl
-from jaxattn.serve.jsonl import LineFile, check_regular, read_lines
+from jaxattn.serve.offline import jsonl
+from jaxattn.serve.offline.jsonl import LineFile, check_regular, read_lines
 
 BEGINS = b'{"id": "'
 LINES = [b'{"id": "a", "text": "%s"}\n' % (b"x" * size) for size in (0, 3, 40)]

@@ -13,10 +13,10 @@ from pyarrow import parquet
 
 from jaxattn import LLM
 from jaxattn.cli import main
-from jaxattn.serve.batch_format import Result, custom_id_in
-from jaxattn.serve.jsonl import read_lines
-from jaxattn.serve.ray_input import Part, plan_input, read_part_texts
-from jaxattn.serve.ray_output import (
+from jaxattn.serve.offline.format import Result, custom_id_in
+from jaxattn.serve.offline.jsonl import read_lines
+from jaxattn.serve.ray.input import Part, plan_input, read_part_texts
+from jaxattn.serve.ray.output import (
     MAX_ATTEMPTS,
     add_results,
     begin_attempt,
@@ -24,7 +24,7 @@ from jaxattn.serve.ray_output import (
     end_attempts,
     result_ids,
 )
-from jaxattn.serve.ray_worker import Worker
+from jaxattn.serve.ray.worker import Worker
 from tests import tiny_model
 from tests.offline_cases import ENGINE, MODEL, answers, mixed, read_records, request, write_lines
 
@@ -271,7 +271,7 @@ def llm(tmp_path_factory):
 @pytest.fixture
 def worker(llm, tmp_path, monkeypatch):
     """`worker(folder)`, with the LLM that is already there."""
-    monkeypatch.setattr("jaxattn.serve.ray_worker.LLM", lambda **options: llm)
+    monkeypatch.setattr("jaxattn.serve.ray.worker.LLM", lambda **options: llm)
     return lambda folder: Worker(llm={"seed": 0}, model=MODEL, folder=str(folder), window=8)
 
 
@@ -375,7 +375,7 @@ def test_what_every_part_would_meet_is_reported(tmp_path, monkeypatch):
     def broken(**options):
         raise ValueError("max_num_seqs=0: expected at least 1")
 
-    monkeypatch.setattr("jaxattn.serve.ray_worker.LLM", broken)
+    monkeypatch.setattr("jaxattn.serve.ray.worker.LLM", broken)
     plan, folder = planned(tmp_path)
     worker = Worker(llm={"seed": 0}, model=MODEL, folder=str(folder), window=8)
     for report in complete(worker, plan):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxattn.serve.metrics import Metrics
+from jaxattn.serve.http.metrics import Metrics
 from tests import tiny_model
 from tests.live_server import MODEL, live_server, make_llm, wait_until
 
@@ -390,10 +390,10 @@ def test_a_step_that_fails_takes_its_requests_and_not_the_server(live, monkeypat
 
 
 def test_a_response_that_cannot_be_made_is_a_500(live, monkeypatch):
-    monkeypatch.setattr("jaxattn.serve.exchange.response", explode)
+    monkeypatch.setattr("jaxattn.serve.http.exchange.response", explode)
     error = error_of(live.post(COMPLETIONS, SHORT), 500, "internal_error")
     assert error["type"] == "server_error"
-    monkeypatch.setattr("jaxattn.serve.service.Service.check_model", explode)
+    monkeypatch.setattr("jaxattn.serve.http.service.Service.check_model", explode)
     error_of(live.request("GET", "/v1/models/x"), 500, "internal_error")
 
 

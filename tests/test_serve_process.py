@@ -12,9 +12,9 @@ import urllib.request
 
 import pytest
 
-from jaxattn.serve.command import warn_of_strangers
-from jaxattn.serve.server import listen, url_of
-from jaxattn.serve.settings import ServerSettings
+from jaxattn.serve.http.command import warn_of_strangers
+from jaxattn.serve.http.server import listen, url_of
+from jaxattn.serve.http.settings import ServerSettings
 from tests import tiny_model
 from tests.live_server import MODEL, wait_until
 

@@ -6,10 +6,16 @@ import pytest
 
 from jaxattn import SamplingParams
 from jaxattn.sampling import MAX_LOGPROBS
-from jaxattn.serve.bodies import UNSUPPORTED, ChatBody, CompletionBody, Message, StreamOptions
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.requests import CHAT_COMPLETIONS, COMPLETIONS, parse, submit
-from jaxattn.serve.responses import response, token_name
+from jaxattn.serve.openai.bodies import (
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    Message,
+    StreamOptions,
+)
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import CHAT_COMPLETIONS, COMPLETIONS, parse, submit
+from jaxattn.serve.openai.responses import response, token_name
 from tests import tiny_model
 from tests.live_server import make_llm
 

@@ -152,9 +152,12 @@ class Engine:
         ]
         tokens = f" for {replicas * min(keepers):,} tokens" if keepers else ""
         lengths = sorted({max(2, self.max_model_len // part) for part in (16, 4, 1)})
-        running = ", ".join(f"{self.capacity(each):,} of {each:,}" for each in lengths)
+        # The longest that a number of sequences may be.
+        longest = {self.capacity(each): each for each in lengths}
+        running = " or ".join(f"{count:,} of {each:,}" for count, each in longest.items())
         return (
-            f"KV cache: {replicas * sum(sizes) / 2**20:,.0f} MiB{tokens}; runs at a time {running}"
+            f"KV cache: {replicas * sum(sizes) / 2**20:,.0f} MiB{tokens}; "
+            f"sequences that run at a time, and their most tokens: {running}"
         )
 
     def stats(self) -> EngineStats:
@@ -258,9 +261,12 @@ class Engine:
             return False
         if self._in_flight and not self.runner.is_compiled(self._scheduled):
             return False
+        start, is_new = time.perf_counter(), not self.runner.is_compiled(self._scheduled)
         allocators = [each.allocator for each in self.schedulers]
         self._in_flight.append(self.runner.dispatch(self._scheduled, allocators))
         self._scheduled = []
+        if is_new:
+            self._wait_seconds += time.perf_counter() - start
         self._steps += 1
         return True
 

@@ -132,7 +132,8 @@ class LLM:
         self._next_seed = seed
         if progress:
             console = Console(stderr=True)
-            console.print(f"[dim]{self.engine.describe_cache()}[/dim]", highlight=False)
+            told = f"[dim]{self.engine.describe_cache()}[/dim]"
+            console.print(told, highlight=False, soft_wrap=True)
 
     def precompile(self) -> None:
         """Compile every shape of a step now, with a progress bar, not when it first comes."""

@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from jaxattn.serve.settings import ServerSettings
+    from jaxattn.serve.http.settings import ServerSettings
 
     settings = ServerSettings(
         model_name=options.served_model_name or options.model,
@@ -60,11 +60,11 @@ def _serve(options: argparse.Namespace) -> int:
         drain_seconds=options.drain_seconds,
     )
     try:
-        from jaxattn.serve.server import Server, listen, url_of
+        from jaxattn.serve.http.server import Server, listen, url_of
     except ModuleNotFoundError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'jaxattn[serve]'") from error
     from jaxattn.engine.llm import LLM
-    from jaxattn.serve.service import Service
+    from jaxattn.serve.http.service import Service
 
     with listen(options.host, options.port) as bound:
         warn_of_strangers(bound.getsockname()[0], settings.api_key)

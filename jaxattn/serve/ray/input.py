@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxattn.serve.batch_format import custom_id_in, index_ids
-from jaxattn.serve.jsonl import check_regular
+from jaxattn.serve.offline.format import custom_id_in, index_ids
+from jaxattn.serve.offline.jsonl import check_regular
 
 FORMATS = ("jsonl", "parquet")  # also the files' extensions
 _COLUMNS = {"custom_id", "method", "url", "body"}

@@ -9,9 +9,9 @@ from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.chat import render_chat
 from jaxattn.models.gemma3.tokenizer import Tokenizer
 from jaxattn.sampling import SamplingParams
-from jaxattn.serve.bodies import ChatBody, CompletionBody, Message
-from jaxattn.serve.errors import RequestError as RequestError
-from jaxattn.serve.validation import unsupported, validate
+from jaxattn.serve.openai.bodies import ChatBody, CompletionBody, Message
+from jaxattn.serve.openai.errors import RequestError as RequestError
+from jaxattn.serve.openai.validation import unsupported, validate
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"

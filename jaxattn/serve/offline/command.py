@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxattn.options import add_engine_options, engine_options
-from jaxattn.serve.batch_format import (
+from jaxattn.serve.offline.format import (
     ERROR_BEGINS,
     RESULT_BEGINS,
     Failure,
@@ -21,9 +21,9 @@ from jaxattn.serve.batch_format import (
     index_ids,
     line_of_result,
 )
-from jaxattn.serve.batch_progress import BatchProgress
-from jaxattn.serve.interrupt import interrupt_asked
-from jaxattn.serve.jsonl import LineFile, check_regular, read_lines
+from jaxattn.serve.offline.interrupt import interrupt_asked
+from jaxattn.serve.offline.jsonl import LineFile, check_regular, read_lines
+from jaxattn.serve.offline.progress import BatchProgress
 
 _DESCRIPTION = """
 Serve the requests of a file in OpenAI's batch format: lines of {"custom_id": ..., "method":
@@ -88,7 +88,7 @@ def _batch(options: argparse.Namespace) -> int:
         options.served_model_name = options.model
     _check_paths(options.input, options.output, options.errors)
     if options.ray:
-        from jaxattn.serve.ray_data import run_on_ray
+        from jaxattn.serve.ray.data import run_on_ray
 
         return run_on_ray(options)
     for name in ("workers", "worker_resources", "rows_per_part", "ray_address"):
@@ -135,7 +135,7 @@ def _complete(
 ) -> bool:
     """Serve the lines that are not done. Returns False if Ctrl-C ended it."""
     from jaxattn.engine.llm import LLM
-    from jaxattn.serve.offline import WINDOW, OfflineBatch, run
+    from jaxattn.serve.offline.run import WINDOW, OfflineBatch, run
 
     if len(done) == progress.total:
         progress.print_summary(results=options.output, errors=options.errors)

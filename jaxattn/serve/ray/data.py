@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from jaxattn.options import engine_options
-from jaxattn.serve.batch_format import ERROR_BEGINS, encode_line
-from jaxattn.serve.batch_progress import BatchProgress
-from jaxattn.serve.jsonl import LineFile, lock
-from jaxattn.serve.offline import WINDOW
-from jaxattn.serve.ray_input import FORMATS, BatchInput, Part, plan_input, read_part_texts
-from jaxattn.serve.ray_output import count_finished
+from jaxattn.serve.offline.format import ERROR_BEGINS, encode_line
+from jaxattn.serve.offline.jsonl import LineFile, lock
+from jaxattn.serve.offline.progress import BatchProgress
+from jaxattn.serve.offline.run import WINDOW
+from jaxattn.serve.ray.input import FORMATS, BatchInput, Part, plan_input, read_part_texts
+from jaxattn.serve.ray.output import count_finished
 
 _ROWS_PER_PART = 128
 _MAX_DEATHS = 8  # of workers in a row that were just starting
@@ -84,7 +84,7 @@ def _reports(
     extension: str,
 ) -> Generator[dict[str, Any]]:
     """Complete the pending parts; what `Worker` reports of each, as it ends."""
-    from jaxattn.serve.ray_worker import Worker
+    from jaxattn.serve.ray.worker import Worker
 
     llm = engine_options(options)
     if (path := Path(llm["model"]).expanduser()).exists():

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxattn.serve.batch_format import custom_id_in, encode_line, line_of_result
-from jaxattn.serve.jsonl import read_lines
-from jaxattn.serve.ray_input import FORMATS, BatchInput
+from jaxattn.serve.offline.format import custom_id_in, encode_line, line_of_result
+from jaxattn.serve.offline.jsonl import read_lines
+from jaxattn.serve.ray.input import FORMATS, BatchInput
 
 MAX_ATTEMPTS = 8  # of a part whose workers are lost: it may be the part that kills them
 _UNFINISHED = ".unfinished"

@@ -6,8 +6,8 @@ from typing import Any
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.tokenizer import TextStream, Tokenizer
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.requests import COMPLETIONS, Job
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import COMPLETIONS, Job
 
 _LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 

@@ -1,6 +1,7 @@
 """Ctrl-C that lets a step end, so that what is finished can be written."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +20,7 @@ def interrupt_asked() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from jaxattn.engine.llm import LLM
 from jaxattn.engine.sequence import Sequence
-from jaxattn.serve.batch_format import (
+from jaxattn.serve.offline.format import (
     Failure,
     Result,
     check_request,
     custom_id_of,
     decode_line,
 )
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.requests import Job, parse
-from jaxattn.serve.responses import response
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import Job, parse
+from jaxattn.serve.openai.responses import response
 
 WINDOW = 4  # continuations in the engine, as a multiple of those that run at a time
 Deliver = Callable[[Result | Failure], None]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.sequence import Sequence
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.requests import Job
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import Job
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from jaxattn.serve.errors import RequestError
+from jaxattn.serve.openai.errors import RequestError
 
 
 class ClientGone(Exception):

@@ -15,15 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxattn.serve import schemas
-from jaxattn.serve.bodies import ChatBody, CompletionBody
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.exchange import Exchange
-from jaxattn.serve.guard import Guard
-from jaxattn.serve.replies import error_reply, reply
-from jaxattn.serve.requests import CHAT_COMPLETIONS, COMPLETIONS
-from jaxattn.serve.service import Service
-from jaxattn.serve.settings import ServerSettings
+from jaxattn.serve.http.exchange import Exchange
+from jaxattn.serve.http.guard import Guard
+from jaxattn.serve.http.replies import error_reply, reply
+from jaxattn.serve.http.service import Service
+from jaxattn.serve.http.settings import ServerSettings
+from jaxattn.serve.openai import schemas
+from jaxattn.serve.openai.bodies import ChatBody, CompletionBody
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import CHAT_COMPLETIONS, COMPLETIONS
 
 _ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 

@@ -6,9 +6,9 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.replies import error_reply
-from jaxattn.serve.service import Service
+from jaxattn.serve.http.replies import error_reply
+from jaxattn.serve.http.service import Service
+from jaxattn.serve.openai.errors import RequestError
 
 _CLIENT_GONE = 499
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

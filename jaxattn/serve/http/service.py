@@ -3,10 +3,10 @@
 import asyncio
 
 from jaxattn.engine.llm import LLM
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.loop import EngineLoop
-from jaxattn.serve.metrics import Metrics
-from jaxattn.serve.settings import ServerSettings
+from jaxattn.serve.http.loop import EngineLoop
+from jaxattn.serve.http.metrics import Metrics
+from jaxattn.serve.http.settings import ServerSettings
+from jaxattn.serve.openai.errors import RequestError
 
 _LAST_WORDS_SECONDS = 2.0  # for cancelled requests to tell their clients
 

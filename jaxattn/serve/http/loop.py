@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from jaxattn.engine.llm import LLM
 from jaxattn.engine.sequence import Sequence
 from jaxattn.engine.stats import EngineStats
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.metrics import Metrics
-from jaxattn.serve.requests import Job, submit
-from jaxattn.serve.responses import check_ended_well
-from jaxattn.serve.ticket import News, Ticket
+from jaxattn.serve.http.metrics import Metrics
+from jaxattn.serve.http.ticket import News, Ticket
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import Job, submit
+from jaxattn.serve.openai.responses import check_ended_well
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxattn.serve.errors import RequestError
+from jaxattn.serve.openai.errors import RequestError
 
 RESULT_BEGINS = b'{"id": "batch_req_'
 ERROR_BEGINS = b'{"line": '

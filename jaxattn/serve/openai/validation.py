@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jaxattn.serve.bodies import UNSUPPORTED, ChatBody, CompletionBody
-from jaxattn.serve.errors import RequestError
+from jaxattn.serve.openai.bodies import UNSUPPORTED, ChatBody, CompletionBody
+from jaxattn.serve.openai.errors import RequestError
 
 
 def validate[Body: BaseModel](model: type[Body], body: Any) -> Body:

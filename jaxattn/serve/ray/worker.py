@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.engine.llm import LLM
-from jaxattn.serve.batch_format import Failure, Result, custom_id_in
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.offline import OfflineBatch
-from jaxattn.serve.ray_output import (
+from jaxattn.serve.offline.format import Failure, Result, custom_id_in
+from jaxattn.serve.offline.run import OfflineBatch
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.ray.output import (
     MAX_ATTEMPTS,
     add_results,
     begin_attempt,

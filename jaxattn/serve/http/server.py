@@ -8,8 +8,8 @@ from types import FrameType
 
 import uvicorn
 
-from jaxattn.serve.app import create_app
-from jaxattn.serve.service import Service
+from jaxattn.serve.http.app import create_app
+from jaxattn.serve.http.service import Service
 
 _CLOSE_SECONDS = 5  # for clients that do not read the end of their response
 

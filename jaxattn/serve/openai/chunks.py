@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxattn.serve.requests import COMPLETIONS, Job
-from jaxattn.serve.responses import (
+from jaxattn.serve.http.ticket import News
+from jaxattn.serve.openai.requests import COMPLETIONS, Job
+from jaxattn.serve.openai.responses import (
     CompletionLogprobs,
     chat_logprobs,
     choice_index,
@@ -12,7 +13,6 @@ from jaxattn.serve.responses import (
     finish_reason,
     usage,
 )
-from jaxattn.serve.ticket import News
 
 
 class Chunks:

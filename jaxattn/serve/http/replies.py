@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxattn.serve.errors import RequestError
+from jaxattn.serve.openai.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 

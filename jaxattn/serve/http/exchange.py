@@ -11,14 +11,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxattn.serve.chunks import Chunks
-from jaxattn.serve.errors import RequestError
-from jaxattn.serve.json_body import ClientGone, read_json
-from jaxattn.serve.replies import DONE, error_reply, event, reply
-from jaxattn.serve.requests import COMPLETIONS, parse
-from jaxattn.serve.responses import response
-from jaxattn.serve.service import Service
-from jaxattn.serve.ticket import Ticket
+from jaxattn.serve.http.json_body import ClientGone, read_json
+from jaxattn.serve.http.replies import DONE, error_reply, event, reply
+from jaxattn.serve.http.service import Service
+from jaxattn.serve.http.ticket import Ticket
+from jaxattn.serve.openai.chunks import Chunks
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import COMPLETIONS, parse
+from jaxattn.serve.openai.responses import response
 
 _LAST_WORDS_SECONDS = 1.0  # to say that a response is late to a client that may not read
 _log = logging.getLogger(__name__)

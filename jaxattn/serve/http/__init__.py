@@ -1,0 +1,1 @@
+"""`jaxattn serve`: the HTTP server."""

@@ -1,0 +1,1 @@
+"""`jaxattn batch`: files of requests, in this process."""

@@ -1,0 +1,1 @@
+"""OpenAI's request and response bodies, for the server and for batch files."""
