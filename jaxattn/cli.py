@@ -205,8 +205,8 @@ def _plan(options: argparse.Namespace) -> int:
                 for each in lengths
             )
             console.print(
-                f"{options.memory / 2**20:,.1f} MiB, divided for sequences of {typical_len:,} tokens, "
-                f"hold at a time: {held}"
+                f"{options.memory / 2**20:,.1f} MiB, divided for sequences of {typical_len:,} "
+                f"tokens, hold at a time: {held}"
             )
         console.print()
     return 0

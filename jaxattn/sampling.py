@@ -109,7 +109,7 @@ _LIMITS = {
     "top_p": _Limit(least=0, most=1, above=True),
     "min_p": _Limit(least=0, most=1),
     "seed": _Limit(least=0, most=2**32 - 1, whole=True, optional=True),
-    "n": _Limit(least=1, whole=True),
+    "n": _Limit(least=1, most=1024, whole=True),
     "logprobs": _Limit(least=0, most=MAX_LOGPROBS, whole=True, optional=True),
     "prompt_logprobs": _Limit(least=0, most=MAX_LOGPROBS, whole=True, optional=True),
     "repetition_penalty": _Limit(least=0.001, most=1000),

@@ -344,8 +344,8 @@ class BrokenText(PlainText):
         raise ValueError("no text")
 
 
-@pytest.mark.parametrize("good", [11, 12])
-def test_a_text_that_fails_ends_the_step_and_all_who_end_in_it_are_told(engine, good):
+@pytest.mark.parametrize("good", [5, 12])
+def test_a_text_that_fails_ends_its_own_request_alone(engine, good):
     prompts = random_prompts([6, 9, 11], seed=13)
     expected = [each.new_tokens for each in run(engine, prompts)]
     streams = [PlainText(), BrokenText(good), PlainText()]
@@ -353,12 +353,55 @@ def test_a_text_that_fails_ends_the_step_and_all_who_end_in_it_are_told(engine, 
         engine.add(prompt, GREEDY, seed=0, stream=stream)
         for prompt, stream in zip(prompts, streams, strict=True)
     ]
+    news = []
     while engine.has_work:
-        news = engine.step()
-    assert news == sequences  # the first had all of its tokens before the second one failed
-    assert [each.finish_reason for each in sequences] == ["length", "error", "error"]
-    assert sequences[0].new_tokens == expected[0]
+        news += [each for each in engine.step() if each.finish_reason is not None]
+    assert sorted(each.id for each in news) == [each.id for each in sequences]  # once each
+    assert [each.finish_reason for each in sequences] == ["length", "error", "length"]
+    assert [sequences[n].new_tokens for n in (0, 2)] == [expected[0], expected[2]]
     assert str(sequences[1].error) == "no text"
+
+
+def test_precompiling_waits_for_requests_to_end(engine):
+    add(engine, [5, 6, 7])
+    with pytest.raises(RuntimeError, match="precompile before there are requests"):
+        engine.precompile()
+    engine.clear()
+
+
+def test_an_interrupt_in_the_clean_up_is_made_good(engine, monkeypatch):
+    prompts = random_prompts([6, 30, 9], seed=14)
+    expected = [each.new_tokens for each in run(engine, prompts)]
+    for where in ("reset", "_empty"):
+        for prompt in prompts:
+            add(engine, prompt)
+        engine.step()
+        with monkeypatch.context() as patch, monkeypatch.context() as second:
+            break_engine(engine, "_fetch", KeyboardInterrupt, patch)
+
+            def again(*args):
+                second.undo()
+                raise KeyboardInterrupt("again")
+
+            second.setattr(engine.runner, where, again)
+            with pytest.raises(KeyboardInterrupt, match="again"):
+                for _ in range(100):
+                    engine.step()
+        engine.clear()
+        assert_empty(engine)
+        assert [each.new_tokens for each in run(engine, prompts)] == expected
+
+
+def test_a_lost_cache_is_gone_before_the_next_one_is_made(engine, monkeypatch):
+    old = jax.tree.leaves(engine.runner.buffers)
+    make = engine.runner._empty
+    seen = []
+    monkeypatch.setattr(
+        engine.runner, "_empty", lambda: seen.append([b.is_deleted() for b in old]) or make()
+    )
+    engine.runner.reset()
+    assert seen == [[True] * len(old)]
+    engine.schedulers[0].restart(engine._new_allocator())  # the prefix tree of the old one is gone
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -165,3 +165,14 @@ def test_tokens_are_taken_once():
     each.add_token(99)
     assert each.take_tokens() == [99]
     assert each.new_tokens == [97, 98, 99]
+
+
+def test_a_stop_string_in_the_last_flushed_characters_is_found():
+    class Late(PlainText):
+        def finish(self):
+            return "STOP!"
+
+    each = sequence(max_tokens=2, stop="STOP", stream=Late())
+    each.add_token(97)
+    each.add_token(97)
+    assert (each.output().text, each.finish_reason, each.stop_reason) == ("aa", "stop", "STOP")

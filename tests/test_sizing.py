@@ -133,7 +133,7 @@ def test_the_least_memory_to_the_byte():
     with pytest.raises(
         ValueError,
         match=r"memory=32767 bytes of cache are too few: one sequence of 40 tokens takes 32768 "
-        r"\(0.0 MiB\); give more, or a smaller max_model_len",
+        r"\(0.03125 MiB\); give more, or a smaller max_model_len",
     ):
         pool_pages(plan, least - 1, **limits)
 

@@ -156,7 +156,7 @@ def pool_pages(
     if least > memory:
         raise ValueError(
             f"{memory=} bytes of cache are too few: one sequence of {max_len} tokens takes {least} "
-            f"({least / 2**20:.1f} MiB); give more, or a smaller max_model_len"
+            f"({least / 2**20:.4g} MiB); give more, or a smaller max_model_len"
         )
     each = sum(plan.page_bytes(group) for group in range(len(plan.groups)))
     most = _most(

@@ -113,6 +113,7 @@ class Engine:
         self._next_id = 0
         self._in_flight: deque[Dispatched] = deque()
         self._scheduled: list[list[Scheduled]] = []
+        self._broken = False
         self._news: list[Sequence] = []
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._step_seconds = self._wait_seconds = 0.0
@@ -131,7 +132,9 @@ class Engine:
         return tuple((size, min(size, self.schedulers[0].max_num_seqs)) for size in self.buckets)
 
     def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Compile all `shapes` now; `progress(how many are done)`."""
+        """Compile all `shapes` now, before requests; `progress(how many are done)`."""
+        if self.has_work:
+            raise RuntimeError("precompile before there are requests, or once they are done")
         self.runner.precompile(progress)
 
     def capacity(self, length: int) -> int:
@@ -207,6 +210,8 @@ class Engine:
     ) -> Sequence:
         """Queue one continuation of a prompt (see `check_prompt`)."""
         self.check_prompt(prompt_token_ids)
+        if self._broken:
+            self._recover()
         sequence = Sequence(
             self._next_id,
             prompt_token_ids,
@@ -231,6 +236,8 @@ class Engine:
         """
         start = time.perf_counter()
         self._news = []
+        if self._broken:
+            self._recover()
         stuck = False
         try:
             started = self._start()
@@ -242,12 +249,18 @@ class Engine:
         except Exception as error:
             self._fail(error)
         except BaseException:  # Ctrl-C: the buffers may be gone, and with them everything
-            self._fail(RuntimeError("interrupted"))
-            self.abort(self._all())
+            self._broken = True  # the next step finishes it, if Ctrl-C comes again meanwhile
+            self._recover()
             raise
         self._step_seconds += time.perf_counter() - start
         assert not (stuck and self.has_work), "nobody can go on: pools too small"
         return self._news
+
+    def _recover(self) -> None:
+        """Drop everything after an interrupt."""
+        self._fail(RuntimeError("interrupted"))
+        self.abort(self._all())
+        self._broken = False
 
     def _start(self) -> bool:
         """Schedule a step and start it; False if there is nothing to compute now.
@@ -288,18 +301,32 @@ class Engine:
                 sequence = share.sequence
                 if sequence.finish_reason is None:
                     self._news.append(sequence)
-                    if results.prompt_logprobs is not None:
-                        scores = results.prompt_logprobs.of(replica)
-                        self._score_prompt(sequence, share, scores, flat)
-                    if share.samples:
-                        token = int(results.chosen[replica, row])
-                        if results.logprobs is not None:
-                            self._score(sequence, token, results.logprobs.of(replica), row)
-                        sequence.add_token(token)
-                        self._generated_tokens += 1
+                    try:
+                        self._tell(sequence, share, results, replica, row, flat)
+                    except Exception as error:  # of its text alone; nobody else is touched
+                        sequence.end("error", error)
                     if sequence.finish_reason is not None:
                         scheduler.finish(sequence)
                 flat += share.num_tokens
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        share: Scheduled,
+        results: Results,
+        replica: int,
+        row: int,
+        flat: int,
+    ) -> None:
+        """Give a sequence its results: those of `row`, and of the tokens from `flat` on."""
+        if results.prompt_logprobs is not None:
+            self._score_prompt(sequence, share, results.prompt_logprobs.of(replica), flat)
+        if share.samples:
+            token = int(results.chosen[replica, row])
+            if results.logprobs is not None:
+                self._score(sequence, token, results.logprobs.of(replica), row)
+            sequence.add_token(token)
+            self._generated_tokens += 1
 
     def _score(self, sequence: Sequence, token: int, scores: TopLogprobs, row: int) -> None:
         """Report a chosen token's log-probability, if that is asked for."""
@@ -324,9 +351,15 @@ class Engine:
         """End sequences, waiting or running, and free their pages. Finished ones stay."""
         for sequence in sequences:
             if sequence.finish_reason is None:
-                sequence.end("abort")
                 for scheduler in self.schedulers:
                     scheduler.finish(sequence)
+                sequence.end("abort")  # last: an abort that is interrupted can be repeated
+
+    def clear(self) -> None:
+        """Abort everything and wait for the steps that run."""
+        self.abort(self._all())
+        while self.has_work:
+            self.step()
 
     def _all(self) -> list[Sequence]:
         return [

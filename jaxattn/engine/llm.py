@@ -1,5 +1,6 @@
 """`LLM`: a Gemma 3 checkpoint that turns prompts into text, offline."""
 
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from os import PathLike
@@ -22,6 +23,7 @@ from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.sampling import SamplingParams
+from jaxattn.spec import check_positive_int
 
 Prompt = str | dict[str, list[int]]
 ModelDtype = Literal["float32", "bfloat16"]
@@ -89,6 +91,8 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise ValueError(f"{seed=}: expected an int of at least 0 and at most {2**32 - 1}")
+        if memory is not None:
+            check_positive_int("memory", memory)
         mesh = make_mesh(tensor_parallel=tensor_parallel, data_parallel=data_parallel)
         self.name = str(model)
         path = resolve_model(self.name)
@@ -130,6 +134,7 @@ class LLM:
             **options,
         )
         self._next_seed = seed
+        self._in_use = threading.Lock()
         if progress:
             console = Console(stderr=True)
             told = f"[dim]{self.engine.describe_cache()}[/dim]"
@@ -256,21 +261,35 @@ class LLM:
         continuations: list[Continuation],
     ) -> Generator[StreamChunk]:
         """Queue the requests into `continuations`, step until all are done, yield what is new."""
-        if self.engine.has_work:
+        if not self._in_use.acquire(blocking=False):
             raise RuntimeError("a stream of this LLM is still open: exhaust it or close it first")
+        held = True
+
+        def leave() -> None:
+            nonlocal held
+            if held:
+                held = False
+                try:
+                    self.engine.clear()
+                finally:
+                    self._in_use.release()
+
         try:
+            self.engine.clear()  # what an interrupted clean-up has left
             self._add(requests, continuations)
             left = len(continuations)
-            while left:
+            while left and self.engine.has_work:
+                chunks = []
                 for sequence in self.engine.step():
                     if sequence.error is not None:
                         raise sequence.error
                     left -= sequence.finish_reason is not None
-                    yield _chunk(sequence)
+                    chunks.append(_chunk(sequence))
+                if not left:
+                    leave()  # before the last chunks: who reads no further locks nobody out
+                yield from chunks
         finally:
-            self.engine.abort(continuations)
-            while any(each.slot is not None for each in continuations):
-                self.engine.step()  # settles the step that still runs
+            leave()
 
     def _complete(
         self, requests: list[tuple[str | None, list[int], SamplingParams]]

@@ -91,6 +91,12 @@ class Runner:
             out_shardings=self._out_shardings(),
             compiler_options=_compiler_options(),
         )
+        shapes = self.buffer_shapes()
+        self._empty = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
+        )
+        self.buffers: Any = None
         self._compiled: set[int] = set()
         self._load = jax.jit(
             _load, donate_argnums=0, out_shardings=self.buffer_shapes().tokens.sharding
@@ -123,13 +129,10 @@ class Runner:
 
     def reset(self) -> None:
         """Start with an empty cache (after a step that failed, its donated cache is gone)."""
+        if self.buffers is not None:  # else there would be two caches for a moment
+            jax.tree.map(lambda leaf: leaf.delete(), self.buffers)
         with self._in_mesh():
-            shapes = self.buffer_shapes()
-            make = jax.jit(
-                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
-            )
-            self.buffers: Buffers = make()
+            self.buffers = self._empty()
 
     def buffer_shapes(self) -> Buffers:
         """Shapes, dtypes and shardings of the buffers of all replicas."""

@@ -68,11 +68,11 @@ class ParamTable:
     """The parameters of every slot, on the host; `rows` picks a step's. Unset slots are greedy."""
 
     def __init__(self, num_slots: int) -> None:
+        greedy = SamplingParams(temperature=0)
         self._columns = {
-            name: np.zeros(num_slots, _DTYPES.get(name, np.float32)) for name in _OF_REQUEST
+            name: np.full(num_slots, getattr(greedy, name, 0) or 0, _DTYPES.get(name, np.float32))
+            for name in _OF_REQUEST
         }
-        for slot in range(num_slots):
-            self.set(slot, SamplingParams(temperature=0), seed=0, sample=0)
 
     def set(self, slot: int, params: SamplingParams, *, seed: int, sample: int) -> None:
         """A slot's parameters; `sample` tells the continuations of one request apart."""

@@ -101,13 +101,13 @@ class Sequence:
         """Append a chosen token and decide whether the continuation ends with it."""
         self.tokens.append(token)
         self.num_unknown -= 1
-        if token in self._eos_ids or token in self._stop_token_ids:
-            self._text += self._stream.finish()
-            self.finish_reason = "stop"
-            self.stop_reason = token if token in self._stop_token_ids else None
-            return
+        is_stop = token in self._eos_ids or token in self._stop_token_ids
+        is_last = is_stop or len(self.tokens) >= self.max_len
         searched = len(self._text)
-        self._text += self._stream.step(token)
+        if not is_stop:
+            self._text += self._stream.step(token)
+        if is_last:
+            self._text += self._stream.finish()
         found = [
             (self._text.find(text, max(0, searched - len(text) + 1)), text)
             for text in self.params.stop_strings
@@ -117,8 +117,10 @@ class Sequence:
             where, self.stop_reason = min(found)
             self._text = self._text[:where]
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self.max_len:
-            self._text += self._stream.finish()
+        elif is_stop:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self._stop_token_ids else None
+        elif is_last:
             self.finish_reason = "length"
 
     def take_text(self) -> str:

@@ -8,8 +8,8 @@ class EngineStats:
     """`waiting`, `running` and `pages_used` are of now, everything else adds up from the start.
 
     Tuples have an entry for each cache group, over all replicas. `host_seconds` are those of
-    `step_seconds` in which the host was not waiting for the device or the compiler; it works while the device
-    does, so that they cost time only where they exceed the device's.
+    `step_seconds` in which the host was waiting neither for the device nor for the compiler; it
+    works while the device does, so that they cost time only where they exceed the device's.
     """
 
     waiting: int
