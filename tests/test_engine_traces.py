@@ -224,7 +224,7 @@ class Traces(RuleBasedStateMachine):
         for index in [*range(params.n)] * times:
             self.keep(add(self.engine, prompt, params, index))
 
-    @rule(prompt=st.sampled_from(PROMPTS), good=st.integers(0, 4))
+    @rule(prompt=st.sampled_from(PROMPTS), good=st.integers(0, 6))
     def add_one_whose_text_fails(self, prompt, good):
         self.keep(add(self.engine, prompt, PARAMS[1], stream=BrokenText(good)))
 
@@ -251,6 +251,8 @@ class Traces(RuleBasedStateMachine):
                     raise each.error
                 assert each.id in lost
                 self.patience.forgive()
+            if isinstance(each._stream, BrokenText):
+                assert each.finish_reason in (None, "error"), "a part of its text is missing"
             if each.finish_reason is not None:
                 assert_as_alone(self.live.pop(each.id), self.texts.pop(each.id))
         assert all(each.finish_reason is None for each in self.live.values()), "ended, no news"

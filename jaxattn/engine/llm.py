@@ -135,10 +135,6 @@ class LLM:
         )
         self._next_seed = seed
         self._in_use = threading.Lock()
-        if progress:
-            console = Console(stderr=True)
-            told = f"[dim]{self.engine.describe_cache()}[/dim]"
-            console.print(told, highlight=False, soft_wrap=True)
 
     def precompile(self) -> None:
         """Compile every shape of a step now, with a progress bar, not when it first comes."""

@@ -69,6 +69,7 @@ def _serve(options: argparse.Namespace) -> int:
     with listen(options.host, options.port) as bound:
         warn_of_strangers(bound.getsockname()[0], settings.api_key)
         llm = LLM(**engine_options(options))
+        print(llm.engine.describe_cache(), file=sys.stderr)
         if options.precompile:
             llm.precompile()
         service = Service(llm, settings)

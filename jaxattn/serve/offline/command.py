@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def _complete(
         progress.print_summary(results=options.output, errors=options.errors)
         return True
     llm = LLM(**engine_options(options))
+    print(llm.engine.describe_cache(), file=sys.stderr)
     batch = OfflineBatch(llm, model=options.served_model_name, seed=options.seed)
 
     def deliver(outcome: Result | Failure) -> None:
