@@ -119,19 +119,17 @@ class Admission:
         pools = self.pools(step_tokens)
         return capacity(self.sized.plan, pools, length=self.length, step_tokens=step_tokens)
 
-    def traced(self, step_tokens: int) -> int:
-        """How many the scheduler runs at a time; none of them is preempted."""
+    def traced(self, step_tokens: int) -> tuple[int, int]:
+        """The most that the scheduler runs at a time, and how many are preempted."""
         steps = list(self.sized.trace(self.pools(step_tokens), self.requests, step_tokens))
-        if steps[-1].preemptions:
-            raise RuntimeError(f"{steps[-1].preemptions} preemptions at {self.length=}")
-        return max(step.running for step in steps)
+        return max(step.running for step in steps), steps[-1].preemptions
 
     def vllm_reported(self, in_flight: int) -> float:
         """How many vLLM says that it serves at a time."""
         return self.vllm.concurrency(MEMORY, self.length, in_flight)
 
-    def vllm_traced(self, step_tokens: int, steps_in_flight: int) -> int:
-        """How many run at a time by vLLM's gate; some may be preempted."""
+    def vllm_traced(self, step_tokens: int, steps_in_flight: int) -> tuple[int, int]:
+        """The most that run at a time by vLLM's gate, and how many are preempted."""
         gate = vllm_rule.Gate(
             self.vllm,
             MEMORY,
@@ -139,7 +137,8 @@ class Admission:
             max_num_batched_tokens=step_tokens,
             steps_in_flight=steps_in_flight,
         )
-        return max(step.running for step in gate.run())
+        steps = list(gate.run())
+        return max(step.running for step in steps), steps[-1].preemptions
 
 
 def memory_table() -> list[str]:
@@ -172,23 +171,27 @@ def admission_table() -> list[str]:
     rows: dict[str, list[str]] = {}
     for length in LENGTHS.values():
         case = Admission(length)
-        ours, peer = case.traced(stock), case.vllm_reported(2 * stock)
+        ours, peer = case.capacity(stock), case.vllm_reported(2 * stock)
         cells = {
             f"vLLM reports, {stock:,} tokens a step": f"{case.vllm_reported(stock):.1f}",
             f"vLLM reports, {stock:,}, asynchronous": f"{peer:.1f}",
             f"vLLM reports, {STEP_TOKENS}, asynchronous": f"{case.vllm_reported(IN_FLIGHT):.1f}",
             f"jaxattn's capacity, {STEP_TOKENS}": f"{case.capacity(STEP_TOKENS)}",
-            f"jaxattn in a trace, {STEP_TOKENS}": f"{case.traced(STEP_TOKENS)}",
-            f"jaxattn's capacity, {stock:,}": f"{case.capacity(stock)}",
-            f"jaxattn in a trace, {stock:,}": f"{ours}",
+            f"jaxattn's capacity, {stock:,}": f"{ours}",
             f"**the last / vLLM reports, {stock:,}, asynchronous**": f"**{ours / peer:.1f}x**",
-            f"vLLM's gate in a trace, {stock:,}": f"{case.vllm_traced(stock, 1)}",
-            f"vLLM's gate in a trace, {stock:,}, asynchronous": f"{case.vllm_traced(stock, 2)}",
+            f"jaxattn in a trace, {STEP_TOKENS}": _run(*case.traced(STEP_TOKENS)),
+            f"jaxattn in a trace, {stock:,}": _run(*case.traced(stock)),
+            f"vLLM's gate in a trace, {stock:,}": _run(*case.vllm_traced(stock, 1)),
+            f"vLLM's gate in a trace, {stock:,}, asynchronous": _run(*case.vllm_traced(stock, 2)),
         }
         for name, cell in cells.items():
             rows.setdefault(name, []).append(cell)
     lines = [f"| {' | '.join(('requests of', *LENGTHS))} |", "| --- |" + " --- |" * len(LENGTHS)]
     return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+
+
+def _run(most: int, preemptions: int) -> str:
+    return f"{most}, {preemptions} preempted" if preemptions else f"{most}"
 
 
 def division_table() -> list[str]:
@@ -239,10 +242,10 @@ them generated, all waiting at the start.
   {block} tokens over the charge of a request, W - 1 + the tokens in flight in every windowed group
   (6 groups of 10 layers for 52 layers). {stock:,} tokens a step are its server's default on an
   H100; asynchronous is two steps in flight, as here.
-- **vLLM's gate in a trace**: the most that run at a time. A newcomer must find its charge free,
-  those that run hold what they hold.
 - **jaxattn's capacity**: requests that always fit. The tokens of a step are charged once for the
-  whole batch. **in a trace**: the most that run at a time; nobody is preempted.
+  whole batch.
+- **in a trace**: the most that run at a time. Both take a request in by the tokens that it has so
+  far. By vLLM's gate it must find its charge free, while those that run hold what they hold.
 
 *vLLM's numbers are computed here from its rules (`vllm_rule.py`); it was not run.*
 
@@ -255,9 +258,9 @@ layers for 52.
 
 ## Pools are divided at the start
 
-Every group has a pool of its own, divided for requests of `expected_len` tokens (vLLM's groups
-draw from one pool). {memory_size} GB, `max_model_len` 128k, steps of {step}: how many requests of
-each length fit when the pools were divided for another.
+Every group has a pool of its own, divided for requests of `expected_len` tokens, a quarter of
+`max_model_len` if nothing is said (vLLM's groups draw from one pool). {memory_size} GB,
+`max_model_len` 128k, steps of {step}: how many requests of each length always fit.
 
 {division}
 """

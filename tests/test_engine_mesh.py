@@ -71,7 +71,7 @@ def expected():
 @pytest.mark.parametrize(("tensor", "data"), SHARES)
 def test_shared_among_devices_equals_one_device(expected, tensor, data):
     shared = engine(tensor, data)
-    for once in range(2):  # the second time prefixes are found
+    for once in range(2):
         for ours, alone in zip(run(shared), expected, strict=True):
             assert ours.new_tokens == alone.new_tokens
             for mine, theirs in zip(
@@ -84,8 +84,19 @@ def test_shared_among_devices_equals_one_device(expected, tensor, data):
                     assert entry.logprob == pytest.approx(theirs[token].logprob, abs=2e-4)
         assert shared.runner.num_compiled() <= len(shared.buckets), once
     stats = shared.stats()
-    assert stats.prefix_hit_tokens > 0
     assert stats.pages_total == tuple(data * (count - 1) for count in shared.num_pages)
+
+
+def test_a_replica_finds_what_it_has_computed():
+    shared, prompt = engine(2, 4), requests()[2][0]
+    again = []
+    for _ in range(2):
+        each = shared.add(prompt, SamplingParams(max_tokens=4), seed=0, stream=PlainText())
+        while shared.has_work:
+            shared.step()
+        again.append(each)
+    assert again[1].num_cached_tokens > 0
+    assert again[0].new_tokens == again[1].new_tokens
 
 
 def test_replicas_share_the_requests():
