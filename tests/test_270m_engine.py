@@ -89,6 +89,7 @@ def test_preempted_in_a_pool_of_one_sequence(monkeypatch):
     assert engine.stats().preemptions > before
 
 
+@pytest.mark.slow
 def test_other_pages_one_group_and_the_least_memory(monkeypatch):
     check_matches(monkeypatch)
     engine = make_engine(16, chunk=256, hybrid=False, least=True)

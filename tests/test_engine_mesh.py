@@ -38,7 +38,7 @@ def weights():
 def engine(tensor, data):
     mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
     model = Gemma3(CONFIG, place_weights(CONFIG, weights(), mesh))
-    return tiny_model.engine(model, mesh=mesh, max_num_batched_tokens=6, max_num_seqs=2)
+    return tiny_model.engine(model, mesh=mesh, max_num_batched_tokens=2, max_num_seqs=2)
 
 
 def requests():
