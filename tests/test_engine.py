@@ -12,6 +12,7 @@ from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.plan import group_layers
 from jaxattn.cache.state import init_cache
 from jaxattn.engine.engine import token_buckets
+from jaxattn.engine.sampler import Asked, ParamTable, draw
 from jaxattn.models.gemma3.model import layer_specs
 from jaxattn.registry import UnsupportedAttentionError, select
 from jaxattn.sampling import SamplingParams
@@ -269,6 +270,21 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
         engine.step()
     assert alone.new_tokens == again.new_tokens != different.new_tokens
     assert all(each.new_tokens != alone.new_tokens for each in others)
+
+
+def test_draws_are_those_of_seed_sample_and_step(engine):
+    """The sampler on the oracle's logits: step i draws the i-th new token."""
+    params, prompt = SamplingParams(max_tokens=10, temperature=1.0), random_prompts([12], seed=8)[0]
+    for index in (0, 3):
+        each = engine.add(prompt, params, seed=11, stream=PlainText(), index=index)
+        while engine.has_work:
+            engine.step()
+        table = ParamTable(1)
+        table.set(0, params, seed=11, sample=index)
+        rows = table.rows(np.zeros(10, np.int32), np.arange(10, dtype=np.int32))
+        logits = jnp.asarray(oracle_logits(each.tokens)[len(prompt) - 1 : -1])
+        asked = Asked.by([params], samples=True)
+        assert each.new_tokens == jax.jit(draw)(logits, rows, asked).tolist()
 
 
 def test_the_model_length_ends_a_continuation(engine):
