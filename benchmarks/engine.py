@@ -30,8 +30,8 @@ from jaxattn.models.gemma3.checkpoint import resolve_model
 LOAD = 0.7  # of the throughput: the rate of arrivals
 SHARED_REQUESTS, SHARED_PREFIX = 64, 1024
 HOST_SEQS = (32, 128, 256)
-# Batch size and order of transformers' batches, the best three of nine on 48 requests.
-SETTINGS = ("32, by new tokens", "16, by new tokens", "16, by prompt")
+# Batch size and order of transformers' batches, the best of nine on 48 requests.
+SETTINGS = ("32, by new tokens",)
 
 
 def ours(run: str, **options: Any) -> Record:
@@ -133,7 +133,7 @@ TEXT = """\
 # The engine on CPU
 
 Measured {today} by `python -m benchmarks.engine` on {machine}, {cores} cores, Python {python},
-jax {jax}{versions}; medians of {repeats}. Load average at the start {load:.1f}; other processes
+jax {jax}{versions}; {repeats}. Load average at the start {load:.1f}; other processes
 took at most {others:.0%} of the processor time of any run.
 Gemma 3 270M (base model, the same GGUF file for all), bfloat16, greedy.
 
@@ -175,8 +175,8 @@ of their own, and ask for 32 new ones.
 
 TRANSFORMERS = """
 transformers' `generate` pads prompts on the left and runs a batch until its longest is done; only
-the tokens that were asked for are counted. Sorted by prompt or by new tokens it wastes less, as if
-all lengths were known before: its best three of nine settings are shown."""
+the tokens that were asked for are counted. Sorted by new tokens it wastes less, as if all lengths
+were known before: the best of nine settings is shown."""
 
 
 def measure(options: argparse.Namespace) -> str:
@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> str:
         python=platform.python_version(),
         jax=jax.__version__,
         versions="".join(f", {peer['versions']}" for peer in peers[:1]),
-        repeats=options.repeats,
+        repeats="each run once" if options.repeats == 1 else f"medians of {options.repeats}",
         load=load,
         others=max(run["others"] for run in (*runs, *shares, *prefixes, *late)),
         count=options.count,
