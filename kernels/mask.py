@@ -60,3 +60,31 @@ def sees(
             return (seen & in_window) | same_image
         seen |= same_image
     return seen if in_window is None else seen & in_window
+
+
+def visible_range(
+    query: Int32[Array, "..."],
+    span: tuple[Int32[Array, "..."], Int32[Array, "..."]] | None,
+    *,
+    sliding_window: int | None,
+    causal: bool,
+    image_rule: str,
+    kv_len: Int32[Array, "..."],
+) -> tuple[Int32[Array, "..."], Int32[Array, "..."]]:
+    """`sees` as a range: the query sees exactly the keys `first <= k < end` of its sequence.
+
+    What a query sees has no holes, as long as its image, if it has one, contains it.
+    """
+    first, end = jnp.zeros_like(query), query + 1 if causal else kv_len
+    if sliding_window is not None:
+        first = query - (sliding_window - 1)
+        if not causal:
+            end = query + sliding_window
+    if span is not None:
+        inside = (span[0] <= query) & (query < span[1])
+        extends = image_rule == "extend" or sliding_window is None
+        if image_rule == "extend":
+            first = jnp.where(inside, jnp.minimum(first, span[0]), first)
+        if extends or causal:
+            end = jnp.where(inside, jnp.maximum(end, span[1]), end)
+    return jnp.maximum(first, 0), jnp.minimum(end, kv_len)
