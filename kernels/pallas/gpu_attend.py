@@ -15,6 +15,7 @@ matrix unit (Shah et al., FlashAttention-3, 2024).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -46,6 +47,8 @@ from jaxattn.kernels.pallas.words import Ref
 Scalar = Int32[Array, ""]
 HIDDEN = -1e30  # the score of a key that is not seen; finite, so that differences are numbers
 KEY, VALUE = 0, 1
+SWIZZLE_BYTES = 128
+SWIZZLED_LANES = SWIZZLE_BYTES // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup < shape.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(232 if shape.warpgroups > 1 else 240, action="increase")
+        plgpu.set_max_registers(shape.registers[0], action="increase")
         if shape.warpgroups > 1:
             pl.when(warpgroup == 1)(partial(_take_turn, ref))
         _pieces(shape, ref, partial(_compute, shape, ref, warpgroup, interpret))
@@ -133,7 +136,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup == shape.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(shape.registers[1], action="decrease")
         _pieces(shape, ref, partial(_copy, shape, ref))
 
 
@@ -165,17 +168,18 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
         position = piece.position + index
         slot = lax.rem(position, jnp.int32(shape.stages))
         token = start + (piece.key_tile + index) * shape.tile_tokens
-        tokens = [token + page * shape.page_tokens for page in range(shape.pages)]
-        pages = [page_of(each) for each in tokens]
         for kind, (full, free) in enumerate(barriers):
 
             @pl.when(position >= shape.stages)
             def _(free: Ref = free) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            for number, (page, token) in enumerate(zip(pages, tokens, strict=True)):
+            pages = [page_of(token + each * shape.page_tokens) for each in range(shape.pages)]
+            for number, page in enumerate(pages):
                 inside = pl.ds(number * shape.page_tokens, shape.page_tokens)
-                offset = lax.rem(token, jnp.int32(page_size))
+                offset = 0
+                if page_size > shape.page_tokens:
+                    offset = lax.rem(token + number * shape.page_tokens, jnp.int32(page_size))
                 row = pl.multiple_of(page * page_size + offset, shape.page_tokens)
                 rows = pl.ds(row, shape.page_tokens)
                 for lane_tile in range(shape.lane_tiles):
@@ -203,11 +207,12 @@ def _load_queries(shape: GpuShape, ref: _Refs, warpgroup: Scalar, piece: _Piece)
     else:
         row += warpgroup * WARPGROUP_ROWS
         lane = piece.head * (shape.lane_tiles * shape.lanes)
+    size = WARPGROUP_ROWS, shape.lanes
+    layout = plgpu.Layout.SMEM_GMEM_COPY(size, jnp.bfloat16, SWIZZLE_BYTES)
     for lane_tile in range(shape.lane_tiles):
         lanes = pl.ds(lane + lane_tile * shape.lanes, shape.lanes)
         source = ref.queries.at[pl.ds(row, WARPGROUP_ROWS), lanes]
-        loaded = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-        ref.query[warpgroup, lane_tile] = loaded
+        ref.query[warpgroup, lane_tile] = plgpu.load(source, layout=layout, optimized=False)
     plgpu.commit_smem()
 
 
@@ -221,16 +226,11 @@ def _compute(
     """A computing warpgroup's part of a piece."""
     rows, row_layout = WARPGROUP_ROWS, plgpu.Layout.WGMMA.reduce(1)
     my_rows = pl.ds(warpgroup * rows, rows)
-    start, tiles, full_from, full_to, live_from, live_to = (
-        ref.tiles[piece.tile, column]
-        for column in (START, COUNT, FULL_FROM, FULL_TO, LIVE_FROM, LIVE_TO)
-    )
 
     def load_rows(source: Ref) -> Array:
         return plgpu.load(source, layout=row_layout, optimized=False)
 
-    first = load_rows(ref.first.at[piece.tile, my_rows])
-    end = load_rows(ref.end.at[piece.tile, my_rows])
+    _load_queries(shape, ref, warpgroup, piece)
 
     def splat(value: float, *lanes: int) -> Array:
         layout = plgpu.Layout.WGMMA if lanes else row_layout
@@ -243,11 +243,15 @@ def _compute(
         top = jnp.where(begins, sinks, top)
         total = jnp.where(begins, splat(1.0), total)
     acc = tuple(splat(0.0, shape.lanes) for _ in range(shape.lane_tiles))
-    _load_queries(shape, ref, warpgroup, piece)
 
     def visit(index: Scalar, state: tuple) -> tuple:
         top, total, *acc = state
         slot = lax.rem(piece.position + index, jnp.int32(shape.stages))
+        # Loaded for each tile, as the rows' ranges: registers are short.
+        start, full_from, full_to, live_from, live_to = (
+            ref.tiles[piece.tile, column]
+            for column in (START, FULL_FROM, FULL_TO, LIVE_FROM, LIVE_TO)
+        )
         begin = start + (piece.key_tile + index) * shape.tile_tokens
         stop = begin + shape.tile_tokens
         plgpu.barrier_wait(ref.key_full.at[slot])
@@ -258,6 +262,8 @@ def _compute(
             key = begin + plgpu.broadcasted_iota(
                 jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
             )
+            first = load_rows(ref.first.at[piece.tile, my_rows])
+            end = load_rows(ref.end.at[piece.tile, my_rows])
             seen = _by_row(first, shape.tile_tokens) <= key
             seen &= key < _by_row(end, shape.tile_tokens)
             return jnp.where(seen, scores, HIDDEN)
@@ -281,14 +287,15 @@ def _compute(
         return new_top, total, *acc
 
     top, total, *acc = lax.fori_loop(0, piece.count, visit, (top, total, *acc))
-    whole = (piece.key_tile == 0) & (piece.count == tiles)
+    whole = (piece.key_tile == 0) & (piece.count == ref.tiles[piece.tile, COUNT])
 
     @pl.when(whole)
     def _() -> None:
+        shrink = 1.0 / total
         for lane_tile, each in enumerate(acc):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged = ref.result.at[warpgroup]
-            staged[...] = (each / _by_row(total, shape.lanes)).astype(jnp.bfloat16)
+            staged[...] = (each * _by_row(shrink, shape.lanes)).astype(jnp.bfloat16)
             plgpu.commit_smem()
             lanes = pl.ds(lane_tile * shape.lanes, shape.lanes)
             store_rows(shape, staged, ref.out, ref.tiles, piece.tile, piece.head, warpgroup, lanes)
@@ -340,10 +347,16 @@ def _clear(
     def _() -> None:
         @pl.when(warpgroup == 0)
         def _() -> None:
-            for lane_tile in range(shape.lane_tiles):
-                values = ref.value.at[slot, lane_tile]
+            for lane_tile, row, lane in product(
+                range(shape.lane_tiles),
+                range(0, shape.tile_tokens, WARPGROUP_ROWS),
+                range(0, shape.lanes, SWIZZLED_LANES),
+            ):
+                values = ref.value.at[
+                    slot, lane_tile, pl.ds(row, WARPGROUP_ROWS), pl.ds(lane, SWIZZLED_LANES)
+                ]
                 loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-                token = begin + plgpu.broadcasted_iota(
+                token = begin + row + plgpu.broadcasted_iota(
                     jnp.int32, loaded.shape, 0, layout=plgpu.Layout.WGMMA
                 )
                 live = (live_from <= token) & (token < live_to)
@@ -407,7 +420,7 @@ def attend(
         else:
             of_rows = jnp.broadcast_to(of_rows[:, None], (q_heads, shape.rows))
         inputs["sinks"] = of_rows
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    swizzled = plgpu.TilingTransform((8, SWIZZLED_LANES)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
     tile = shape.lane_tiles, shape.tile_tokens, shape.lanes
 
     def buffer(*sizes: int) -> Any:

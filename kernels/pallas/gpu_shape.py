@@ -57,6 +57,11 @@ class GpuShape:
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that copies: 512 in all three warpgroups."""
+        return (240, 32) if self.warpgroups == 2 else (256, 64)
+
+    @property
     def lanes(self) -> int:
         """Elements of a key that one copy takes."""
         return LANES if self.layout.kinds == 2 else LANES // 2
