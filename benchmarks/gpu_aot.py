@@ -173,14 +173,10 @@ def _run_child(target: str, case: Case, seconds: float) -> Compiled:
         if not (dump / "result.json").exists():
             error = f"status {child.returncode}: {_telling(child.stderr)}"
             return Compiled(case=case.name, target=target, error=error, seconds=taken)
-        return Compiled(
-            case=case.name,
-            target=target,
-            seconds=taken,
-            kernels=read_kernels(dump),
-            launches=_launches(dump),
-            **json.loads((dump / "result.json").read_text()),
-        )
+        result = json.loads((dump / "result.json").read_text())
+        if "error" not in result:
+            result |= {"kernels": read_kernels(dump), "launches": _launches(dump)}
+        return Compiled(case=case.name, target=target, seconds=taken, **result)
 
 
 def _environment(dump: Path) -> dict[str, str]:
@@ -235,9 +231,14 @@ def _child(folder: Path) -> None:
 
     module, _, name = task["builder"].partition(":")
     build = getattr(importlib.import_module(module), name)
-    with jax.default_device(device):  # Pallas asks it for the chip
-        function, arguments = build(Target.current(), (device,), **task["options"])
-        compiled = function.lower(*jax.tree.map(place, arguments)).compile()
+    try:
+        with jax.default_device(device):  # Pallas asks it for the chip
+            function, arguments = build(Target.current(), (device,), **task["options"])
+            compiled = function.lower(*jax.tree.map(place, arguments)).compile()
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
+        (folder / "result.json").write_text(json.dumps({"error": words}))
+        return
     memory: Any = compiled.memory_analysis()
     program = compiled.as_text()
     calls = re.findall(r'custom-call\(.*op_name="[^"]*/(\w+)/mpmd_map', program)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_batches import bits, planted
@@ -35,17 +34,18 @@ def difference(row: Row, chunk: int, options: dict[str, Any]) -> float:
     """
     arrays = planted(row, chunk)
 
-    def call(backend: str, options: dict[str, Any]) -> tuple[jax.Array, Any]:
+    def call(backend: str, options: dict[str, Any]) -> tuple[np.ndarray, Any]:
         run = jax.jit(partial(attention, row, backend=backend, **options))
         out, pages = run(*arrays)
-        return out.astype(jnp.float32), pages
+        return np.asarray(out, np.float32), pages
 
     out, pages = call(BACKEND, options)
     expected, expected_pages = call("reference", {})
     for got, wanted in zip(bits(pages), bits(expected_pages), strict=True):
         if not np.array_equal(got, wanted):
             raise AssertionError(f"{np.sum(got != wanted):,} elements of the pool differ")
-    return float(jnp.max(jnp.abs(out - expected) / (1 + jnp.abs(expected))))
+    # By numpy: the largest of large arrays, by XLA on a CPU, passes over NaN.
+    return float(np.max(np.abs(out - expected) / (1 + np.abs(expected))))
 
 
 def verdict(row: Row, chunk: int, options: dict[str, Any]) -> tuple[str, bool]:

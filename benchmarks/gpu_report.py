@@ -16,14 +16,22 @@ from benchmarks.gpu_clock import Deadline, copy_bandwidth, matrix_rate
 from benchmarks.gpu_numerics import CHUNK, SMALL_CHUNK, TOLERANCE, small, verdict
 from benchmarks.gpu_rivals import RIVALS, measured
 from benchmarks.gpu_shapes import ROWS, Row
-from benchmarks.gpu_times import COMPARED, DECODE, PREFILL, TIMED, Device, call_seconds
+from benchmarks.gpu_times import (
+    COMPARED_ROWS,
+    COMPARED_WORKS,
+    DECODE,
+    PREFILL,
+    TIMED,
+    Device,
+    call_seconds,
+)
 from jaxattn import Target
 
 MINUTES = 10.0
 NUMERICS_END, TIMINGS_END = 0.45, 0.8  # when they stop, as shares of the time
 NUMERICS_HEADER = ("layer", "largest error", "")
 TIMINGS_HEADER = ("layer", "work", "us", "visible KV, GB/s", "of copy", "TFLOP/s", "of matrix")
-RIVALS_HEADER = ("layer", "work", "by", "us", "ours / its")
+RIVALS_HEADER = ("layer", "work", "by", "us", "our time / its")
 
 
 @dataclass
@@ -77,9 +85,9 @@ def numerics(
 def timings(page: Page, device: Device, until: Deadline) -> dict[tuple[Row, Work], float]:
     """Decode and prefill of every row that is timed, beside the device's own rates."""
     taken: dict[tuple[Row, Work], float] = {}
-    for row in TIMED:
+    for row, works in [(row, DECODE) for row in TIMED] + [(row, PREFILL) for row in COMPARED_ROWS]:
         try:
-            for work, result in call_seconds(row, device, DECODE + PREFILL, until):
+            for work, result in call_seconds(row, device, works, until):
                 if isinstance(result, str):
                     page.left_out.append(f"{row.name}, {work.name}: {result}")
                     continue
@@ -105,9 +113,8 @@ def _rates(row: Row, work: Work, taken: float, device: Device) -> tuple[str, ...
 
 def rivals(page: Page, ours: dict[tuple[Row, Work], float], until: Deadline) -> None:
     """Others on the same work, in bfloat16."""
-    rows = [row for row in TIMED if row.kv_dtype == "bfloat16" and row.page_size == 16]
     for name in RIVALS:
-        for row, work in ((row, work) for row in rows for work in COMPARED):
+        for row, work in ((row, work) for row in COMPARED_ROWS for work in COMPARED_WORKS):
             if until.over:
                 page.left_out.append(f"{name}: {row.name}, {work.name}")
                 continue
@@ -130,6 +137,14 @@ def interpreted(only: str, until: Deadline) -> Page:
     return page
 
 
+def _hopper() -> Any | None:
+    try:
+        device: Any = jax.devices("cuda")[0]
+    except RuntimeError:  # no driver, no plugin or no device
+        return None
+    return device if str(device.compute_capability).startswith("9.") else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention on a GPU: numerics, then times.")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after these it stops")
@@ -139,8 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.write and (options.interpret or options.only):
         parser.error("--write keeps everything, and --interpret and --only leave things out")
-    if options.interpret:
-        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu" if options.interpret else "cuda,cpu")
     # Threads of a block are threads of the host's, which must all run at once; and rivals need
     # memory too.
     os.environ.setdefault("NPROC", "8")
@@ -153,12 +167,9 @@ def main() -> None:
         page = interpreted(options.only, end)
         print(page.text("# Attention for GPU, interpreted", ""))
         sys.exit(page.wrong)
-    device = jax.devices()[0]
-    if device.platform != "gpu" or not str(device.compute_capability).startswith("9."):
-        print(
-            f"no Hopper GPU: JAX's default device is {device.device_kind} ({device.platform}); "
-            "install `jax[cuda13]` on a machine with an H100 or H200, or see --interpret"
-        )
+    device = _hopper()
+    if device is None:
+        print("no GPU for these kernels: they need an H100 or H200 and `jax[cuda13]`")
         sys.exit(2)
     title = (
         f"# Attention on GPU\n\nMeasured {date.today()} by `python benchmarks/gpu.py` on one "

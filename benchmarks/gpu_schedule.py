@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_aot import GPUS, Compiled, compile_cases
+from benchmarks.gpu_aot import GPUS, Compiled, GpuCompilerMissingError, compile_cases
 from benchmarks.gpu_shapes import POOL_TOKENS, QUERY_DTYPE, ROWS, SEQS, TOKENS, Row
 from benchmarks.sass import Kernel
 from jaxattn.kernels.pallas.gpu_shape import GpuShape
@@ -255,7 +255,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.write and options.only:
         parser.error("--write keeps all rows, and --only leaves some out")
-    results = schedule([row for row in ROWS if options.only in row.name])
+    rows = [row for row in ROWS if options.only in row.name]
+    if not rows:
+        parser.error(f"--only {options.only}: the rows are {'; '.join(row.name for row in ROWS)}")
+    try:
+        results = schedule(rows)
+    except GpuCompilerMissingError as error:
+        sys.exit(str(error))
     print(report(results))
     bad = any(each.faults() for each in results)
     now = {each.row.name: each.kept() for each in results}

@@ -15,15 +15,18 @@ from benchmarks.gpu_shapes import QUERY_DTYPE, Row, attention
 TABLE_TOKENS = 131_072
 DECODE_SEQS, PREFILL_SEQS = 128, 8  # all works have so many, of which those at the end are padding
 DECODE_STEPS, PREFILL_STEPS = 20, 4
-POOL_SHARE = 0.4  # of the device's memory
+POOL_SHARE = 0.6  # of the memory that jax may use
 
 _4B = Row(model="4B", num_q_heads=8, num_kv_heads=4, head_dim=256)
 _27B = Row(model="27B", num_q_heads=32, num_kv_heads=16, head_dim=128)
-TIMED = (
+COMPARED_ROWS = (  # with rivals
     _27B,
     replace(_27B, sliding_window=1024),
     _4B,
     replace(_4B, sliding_window=1024),
+)
+TIMED = (
+    *COMPARED_ROWS,
     replace(_27B, page_size=128),
     replace(_4B, kv_dtype="int8", page_size=32),
     replace(_27B, kv_dtype="float8_e4m3fn", page_size=32),
@@ -39,7 +42,7 @@ PREFILL = (
     Work("prefill 1 x 32,768", ((32_768, 32_768),), decode=False),
     Work("prefill 2,048 behind 129,024", ((2048, TABLE_TOKENS),), decode=False),
 )
-COMPARED = tuple(  # with rivals
+COMPARED_WORKS = tuple(
     work
     for work in DECODE + PREFILL
     if work.name in ("decode 1 x 32,768", "decode 32 x 8,192", "prefill 8 x 4,096")
@@ -50,7 +53,7 @@ COMPARED = tuple(  # with rivals
 class Device:
     """What the device has, and reaches by itself."""
 
-    memory: int  # bytes
+    memory: int  # bytes that jax may use
     copy: float  # bytes per second
     matrix: float  # operations per second
 

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.kernels.layout import LANES, KVLayout
-from jaxattn.kernels.pallas.gpu_products import add_product
+from jaxattn.kernels.pallas.gpu_products import add_product, load_column
 from jaxattn.kernels.pallas.gpu_shape import WARPGROUP_ROWS, GpuShape
 from jaxattn.kernels.pallas.gpu_store import store_rows
 from jaxattn.kernels.pallas.gpu_work import (
@@ -151,7 +151,7 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
     start = ref.tiles[piece.tile, START]
     stop = ref.tiles[piece.tile, LIVE_TO]
     first_page = ref.first_page[sequence]
-    kv_head = piece.head if shape.decode else lax.div(piece.head, jnp.int32(shape.group))
+    kv_head = _kv_head(shape, piece)
     page_size, width = shape.layout.page_size, ref.table.shape[1]
 
     def page_of(token: Scalar) -> Scalar:
@@ -216,6 +216,23 @@ def _load_queries(shape: GpuShape, ref: _Refs, warpgroup: Scalar, piece: _Piece)
     plgpu.commit_smem()
 
 
+def _kv_head(shape: GpuShape, piece: _Piece) -> Scalar:
+    return piece.head if shape.decode else lax.div(piece.head, jnp.int32(shape.group))
+
+
+def _convert(shape: GpuShape, raw: Ref, target: Ref) -> None:
+    """Quantised elements, without their scales, as bfloat16: all of them are exact."""
+    for lane_tile, row in product(
+        range(shape.lane_tiles), range(0, shape.tile_tokens, WARPGROUP_ROWS)
+    ):
+        part = lane_tile, pl.ds(row, WARPGROUP_ROWS)
+        loaded = plgpu.load(raw.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
+        # The assembler has no direct way from float8 to bfloat16 on Hopper.
+        wide = loaded if loaded.dtype == jnp.int8 else loaded.astype(jnp.float16)
+        target[part] = wide.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+
 def _by_row(vector: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])
 
@@ -225,10 +242,15 @@ def _compute(
 ) -> None:
     """A computing warpgroup's part of a piece."""
     rows, row_layout = WARPGROUP_ROWS, plgpu.Layout.WGMMA.reduce(1)
+    quantized = shape.layout.is_quantized
+    kv_head = _kv_head(shape, piece)
     my_rows = pl.ds(warpgroup * rows, rows)
 
     def load_rows(source: Ref) -> Array:
         return plgpu.load(source, layout=row_layout, optimized=False)
+
+    def load_scales(scales: Ref, kind: int) -> Array:
+        return load_column(scales, ref.scale_places[kv_head, 2 + kind], interpret=interpret)
 
     _load_queries(shape, ref, warpgroup, piece)
 
@@ -237,11 +259,12 @@ def _compute(
         return plgpu.layout_cast(jnp.full((rows, *lanes), value, jnp.float32), layout)
 
     top, total = splat(HIDDEN), splat(0.0)
-    if ref.sinks is not None:
-        begins = piece.key_tile == 0
-        sinks = load_rows(ref.sinks.at[piece.head, my_rows])
-        top = jnp.where(begins, sinks, top)
-        total = jnp.where(begins, splat(1.0), total)
+    if ref.sinks is not None:  # once in a head: where it begins
+        top, total = lax.cond(
+            piece.key_tile == 0,
+            lambda: (load_rows(ref.sinks.at[piece.head, my_rows]), splat(1.0)),
+            lambda: (top, total),
+        )
     acc = tuple(splat(0.0, shape.lanes) for _ in range(shape.lane_tiles))
 
     def visit(index: Scalar, state: tuple) -> tuple:
@@ -255,8 +278,14 @@ def _compute(
         begin = start + (piece.key_tile + index) * shape.tile_tokens
         stop = begin + shape.tile_tokens
         plgpu.barrier_wait(ref.key_full.at[slot])
-        scores = _scores(shape, ref, warpgroup, slot)
-        plgpu.barrier_arrive(ref.key_free.at[slot])
+        key_slot, key_scale = slot, None
+        if quantized:
+            key_slot, key_scale = 0, load_scales(ref.key_scale.at[slot], KEY)
+            _convert(shape, ref.raw_key.at[slot], ref.key.at[0])
+            plgpu.barrier_arrive(ref.key_free.at[slot])
+        scores = _scores(shape, ref, warpgroup, key_slot, key_scale)
+        if not quantized:
+            plgpu.barrier_arrive(ref.key_free.at[slot])
 
         def hide(scores: Array) -> Array:
             key = begin + plgpu.broadcasted_iota(
@@ -275,15 +304,29 @@ def _compute(
         weights = jnp.exp2(scores - _by_row(new_top, shape.tile_tokens))
         total = total * shrink + jnp.sum(weights, axis=1)
         acc = [each * _by_row(shrink, shape.lanes) for each in acc]
+        if quantized:
+            plgpu.barrier_wait(ref.value_full.at[slot])
+            value_scale = load_scales(ref.value_scale.at[slot], VALUE)
+            key = begin + plgpu.layout_cast(
+                lax.iota(jnp.int32, shape.tile_tokens), plgpu.Layout.WGMMA.reduce(0)
+            )
+            live = (live_from <= key) & (key < live_to)
+            value_scale = jnp.where(live, value_scale, jnp.zeros_like(value_scale))
+            weights *= lax.broadcast_in_dim(value_scale, weights.shape, [1])
+            _convert(shape, ref.raw_value.at[slot], ref.value.at[0])
+            plgpu.barrier_arrive(ref.value_free.at[slot])
         narrow = weights.astype(jnp.bfloat16)
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
-        plgpu.barrier_wait(ref.value_full.at[slot])
-        _clear(shape, ref, warpgroup, slot, begin, live_from, live_to)
+        if not quantized:
+            plgpu.barrier_wait(ref.value_full.at[slot])
+        value_slot = 0 if quantized else slot
+        _clear(shape, ref, warpgroup, value_slot, begin, live_from, live_to)
         if shape.warpgroups > 1:
             plgpu.barrier_wait(ref.turn)
-        acc = add_product(tuple(acc), narrow, ref.value, slot, interpret=interpret)
-        plgpu.barrier_arrive(ref.value_free.at[slot])
+        acc = add_product(tuple(acc), narrow, ref.value, value_slot, interpret=interpret)
+        if not quantized:
+            plgpu.barrier_arrive(ref.value_free.at[slot])
         return new_top, total, *acc
 
     top, total, *acc = lax.fori_loop(0, piece.count, visit, (top, total, *acc))
@@ -310,7 +353,9 @@ def _compute(
         plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
 
 
-def _scores(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar) -> Array:
+def _scores(
+    shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int, key_scale: Array | None
+) -> Array:
     """Scores `[64, tile_tokens]` times log2(e)."""
 
     def multiply(acc: Ref) -> Array:
@@ -324,6 +369,8 @@ def _scores(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar) -> Arr
     scores = pl.run_scoped(
         multiply, plgpu.ACC((WARPGROUP_ROWS, shape.tile_tokens), jnp.float32)
     )
+    if key_scale is not None:
+        scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
     if shape.soft_cap is None:
         return scores * (shape.sm_scale * LOG2_E)
     # tanh by exp2, whose approximation is good to 2 ulp; that of tanh is not
@@ -335,7 +382,7 @@ def _clear(
     shape: GpuShape,
     ref: _Refs,
     warpgroup: Scalar,
-    slot: Scalar,
+    slot: Scalar | int,
     begin: Scalar,
     live_from: Scalar,
     live_to: Scalar,
@@ -384,6 +431,20 @@ def _places(layout: KVLayout) -> np.ndarray:
     )
 
 
+def _scale_places(layout: KVLayout) -> np.ndarray:
+    """Per kv head the rows, in a page, of the scales of its key and value, and their phases."""
+    return np.array(
+        [
+            [
+                *(layout.scale_row(kind, head) for kind in (KEY, VALUE)),
+                *(layout.place(kind, head, 0).phase for kind in (KEY, VALUE)),
+            ]
+            for head in range(layout.num_kv_heads)
+        ],
+        np.int32,
+    )
+
+
 def attend(
     queries: Float[Array, "tokens q_heads lanes"],
     pages: Array,
@@ -420,19 +481,23 @@ def attend(
         else:
             of_rows = jnp.broadcast_to(of_rows[:, None], (q_heads, shape.rows))
         inputs["sinks"] = of_rows
+    if scales is not None:
+        inputs["scales"] = scales.reshape(-1, layout.page_size, layout.pack)
+        inputs["scale_places"] = jnp.asarray(_scale_places(layout))
     swizzled = plgpu.TilingTransform((8, SWIZZLED_LANES)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
     tile = shape.lane_tiles, shape.tile_tokens, shape.lanes
 
     def buffer(*sizes: int) -> Any:
         return plgpu.SMEM(sizes, jnp.bfloat16, transforms=swizzled)
 
-    copies = shape.pages * shape.lane_tiles
+    converted = 1 if layout.is_quantized else shape.stages
+    copies = shape.pages * (shape.lane_tiles + layout.is_quantized)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=shape.stages)
     free = plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages)
     scratch = {
         "query": buffer(shape.warpgroups, shape.lane_tiles, WARPGROUP_ROWS, shape.lanes),
-        "key": buffer(shape.stages, *tile),
-        "value": buffer(shape.stages, *tile),
+        "key": buffer(converted, *tile),
+        "value": buffer(converted, *tile),
         "result": plgpu.SMEM((shape.warpgroups, WARPGROUP_ROWS, shape.lanes), jnp.bfloat16),
         "key_full": full,
         "value_full": full,
@@ -441,6 +506,10 @@ def attend(
         "turn": plgpu.Barrier(num_arrivals=shape.warpgroups),
         "cleared": plgpu.Barrier(num_arrivals=shape.warpgroups),
     }
+    if layout.is_quantized:
+        raw = plgpu.SMEM((shape.stages, *tile), pages.dtype)
+        scale = plgpu.SMEM((shape.stages, shape.tile_tokens, layout.pack), jnp.float32)
+        scratch |= {"raw_key": raw, "raw_value": raw, "key_scale": scale, "value_scale": scale}
     outputs = {
         "acc": jax.ShapeDtypeStruct((2 * shape.blocks, shape.rows, lanes), jnp.float32),
         "top": jax.ShapeDtypeStruct((2 * shape.blocks, shape.rows), jnp.float32),

@@ -1,13 +1,20 @@
-"""What the interpreter cannot run, behind one function.
+"""What the interpreter cannot run, behind two functions: **checked by compilation only**.
 
 Hopper's matrix instruction takes its left side from registers, where the softmax leaves its
-weights, and adds to an accumulator that holds earlier tiles. The interpreter knows neither, so
-there this product is an ordinary one: the instruction itself is **checked by compilation only**.
+weights, and adds to an accumulator that holds earlier tiles; the interpreter has an ordinary
+product instead. And the scales of one head lie `pack` numbers apart, which no layout of Pallas
+can load.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from jaxattn.kernels.pallas.words import Ref
@@ -35,3 +42,36 @@ def add_product(
             plgpu.wgmma(ref, weights, values.at[slot, lane_tile])
 
     return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(each) for each in acc)))
+
+
+def load_column(
+    scales: Ref,  # [tokens, pack] in shared memory
+    column: Int32[Array, ""],
+    *,
+    interpret: bool,
+) -> Float[Array, "tokens"]:
+    """One column, laid out as those of scores are."""
+    if interpret:
+        return scales[:, column]
+    tokens, _ = scales.shape
+    layout = plgpu.Layout.WGMMA.reduce(0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=layout),
+    )
+    def load(_: Any, ref: Any) -> mgpu.FragmentedArray:
+        fragment = layout.to_mgpu()
+        registers = np.empty(fragment.registers_shape((tokens,)), object)
+        vector_type = ir.VectorType.get((fragment.vector_length,), ir.F32Type.get())
+        zero = mgpu.c(0, ir.IndexType.get())
+        places = np.ndindex(registers.shape)
+        for place, (token,) in zip(places, fragment.thread_idxs((tokens,)), strict=True):
+            elements = []
+            for offset in range(fragment.vector_length):
+                row = arith.addi(token, mgpu.c(offset, ir.IndexType.get()))
+                elements.append(memref.load(ref, [row, zero]))
+            registers[place] = vector.from_elements(vector_type, elements)
+        return mgpu.FragmentedArray(_registers=registers, _layout=fragment, _is_signed=None)
+
+    return load(scales.at[:, pl.ds(column, 1)])
