@@ -155,10 +155,9 @@ def main() -> None:
     if options.write and (options.interpret or options.only):
         parser.error("--write keeps everything, and --interpret and --only leave things out")
     jax.config.update("jax_platforms", "cpu" if options.interpret else "cuda,cpu")
-    # Threads of a block are threads of the host's, which must all run at once; and rivals need
-    # memory too.
-    os.environ.setdefault("NPROC", "8")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.interpret:  # a block's threads are the host's, and all must run at once
+        os.environ.setdefault("NPROC", "8")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # rivals need memory too
     seconds = 60 * options.minutes
     numerics_end, timings_end, end = (
         Deadline(share * seconds) for share in (NUMERICS_END, TIMINGS_END, 1.0)

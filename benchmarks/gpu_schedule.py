@@ -95,6 +95,8 @@ class Result:
         out += [f"{opcode} {n}" for opcode in UNWANTED if (n := kernel.count(opcode))]
         if kernel.spill_bytes:
             out.append(f"{kernel.spill_bytes} bytes spilled")
+        if kernel.losses:
+            out.append(f"the assembler warns of {kernel.losses} performance losses")
         shape = self.shapes.get(kernel.name)
         shared, there_are = kernel.smem_bytes or 0, GPUS[TARGET].smem_bytes
         if shape and shared > shape.smem_bytes():
@@ -165,24 +167,24 @@ PROGRAM_HEADER = (
 )
 
 
-def kernel_rows(result: Result) -> list[tuple[str, ...]]:
-    """A line for every kernel of a row."""
-    out = []
-    for name, kernel in result.kernels.items():
-        shape = result.shapes.get(kernel.name)
-        out.append(
-            (
-                result.row.name,
+def kernel_rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """A line for every kernel of every row, but for combines like one that is there already."""
+    out: list[tuple[str, ...]] = []
+    for result in results:
+        for name, kernel in result.kernels.items():
+            shape = result.shapes.get(kernel.name)
+            cells = (
                 name.removeprefix("jaxattn_"),
                 f"{kernel.registers}",
                 f"{kernel.spill_bytes}",
-                f"{kernel.smem_bytes:,}",
+                f"{kernel.smem_bytes or 0:,}",
                 f"{shape.smem_bytes():,}" if shape else "-",
                 f"{shape.tile_tokens} x {shape.stages}" if shape else "-",
                 *(f"{kernel.count(opcode)}" for opcode in WANTED[DECODE]),
                 f"{kernel.instructions:,}",
             )
-        )
+            if shape or all(cells != line[1:] for line in out):
+                out.append((result.row.name, *cells))
     return out
 
 
@@ -227,7 +229,7 @@ def report(results: list[Result]) -> str:
             f"not run on a GPU. A mixed batch: {SEQS} sequences, {TOKENS} tokens, queries in "
             f"{QUERY_DTYPE}.",
             "",
-            *markdown_table(KERNEL_HEADER, [row for each in good for row in kernel_rows(each)]),
+            *markdown_table(KERNEL_HEADER, kernel_rows(good)),
             "",
             *markdown_table(PROGRAM_HEADER, [program_row(each) for each in good]),
             "",
@@ -267,10 +269,14 @@ def main() -> None:
     now = {each.row.name: each.kept() for each in results}
     if options.check:
         kept = json.loads(HERE.with_suffix(".json").read_text())
-        for name, each in now.items():
-            changed = differences(kept[name], each) if name in kept else ["a new row"]
-            print(*(f"changed: {name}: {change}\n" for change in changed), sep="", end="")
-            bad |= bool(changed)
+        kept = {name: each for name, each in kept.items() if options.only in name}
+        for name in sorted(kept.keys() | now.keys()):
+            if name in kept and name in now:
+                changes = differences(kept[name], now[name])
+            else:
+                changes = ["not kept yet" if name in now else "not a row any more"]
+            print(*(f"changed: {name}: {change}\n" for change in changes), sep="", end="")
+            bad |= bool(changes)
     if options.write:
         HERE.with_suffix(".md").write_text(report(results))
         HERE.with_suffix(".json").write_text(json.dumps(now, indent=1) + "\n")

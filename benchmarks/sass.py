@@ -24,6 +24,7 @@ class Kernel:
     spill_bytes: int  # stored and loaded
     smem_bytes: int | None  # that the launch asks for; None if it is not known
     instructions: int
+    losses: int  # remarks of the assembler's that it made matrix instructions wait, or the like
     opcodes: dict[str, int] = field(default_factory=dict)
 
     def count(self, *opcodes: str) -> int:
@@ -45,6 +46,7 @@ def parse_kernel(name: str, log: str, machine_code: str, module: str | None) -> 
         spill_bytes=sum(map(int, spills)),
         smem_bytes=int(shared[1]) if shared else None,
         instructions=opcodes.total(),
+        losses=log.count("Potential Performance Loss"),
         opcodes=dict(opcodes),
     )
 

@@ -45,7 +45,9 @@ from jaxattn.kernels.pallas.products import LOG2_E
 from jaxattn.kernels.pallas.words import Ref
 
 Scalar = Int32[Array, ""]
-HIDDEN = -1e30  # the score of a key that is not seen; finite, so that differences are numbers
+# The score of a key that is not seen, and the maximum before any is. Both are finite, so that
+# differences are numbers; the weight of a hidden key is exactly zero, also in a row of them alone.
+HIDDEN, NONE_SEEN = -1e30, -1e29
 KEY, VALUE = 0, 1
 SWIZZLE_BYTES = 128
 SWIZZLED_LANES = SWIZZLE_BYTES // 2
@@ -207,8 +209,7 @@ def _load_queries(shape: GpuShape, ref: _Refs, warpgroup: Scalar, piece: _Piece)
     else:
         row += warpgroup * WARPGROUP_ROWS
         lane = piece.head * (shape.lane_tiles * shape.lanes)
-    size = WARPGROUP_ROWS, shape.lanes
-    layout = plgpu.Layout.SMEM_GMEM_COPY(size, jnp.bfloat16, SWIZZLE_BYTES)
+    layout = _copy_layout(shape)
     for lane_tile in range(shape.lane_tiles):
         lanes = pl.ds(lane + lane_tile * shape.lanes, shape.lanes)
         source = ref.queries.at[pl.ds(row, WARPGROUP_ROWS), lanes]
@@ -220,16 +221,39 @@ def _kv_head(shape: GpuShape, piece: _Piece) -> Scalar:
     return piece.head if shape.decode else lax.div(piece.head, jnp.int32(shape.group))
 
 
-def _convert(shape: GpuShape, raw: Ref, target: Ref) -> None:
-    """Quantised elements, without their scales, as bfloat16: all of them are exact."""
-    for lane_tile, row in product(
-        range(shape.lane_tiles), range(0, shape.tile_tokens, WARPGROUP_ROWS)
-    ):
-        part = lane_tile, pl.ds(row, WARPGROUP_ROWS)
-        loaded = plgpu.load(raw.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
+def _copy_layout(shape: GpuShape) -> Any:
+    """Of 64 rows of bfloat16 on their way to shared memory: eight elements at a time."""
+    size = WARPGROUP_ROWS, shape.lanes
+    return plgpu.Layout.SMEM_GMEM_COPY(size, jnp.bfloat16, SWIZZLE_BYTES)
+
+
+def _convert(
+    shape: GpuShape,
+    raw: Ref,
+    target: Ref,
+    live_from: Scalar | None = None,
+    live_to: Scalar | None = None,
+) -> None:
+    """Quantised elements, without their scales, as bfloat16: all of them are exact.
+
+    Rows outside `live_from .. live_to` become zeros.
+    """
+    layout, parts = _copy_layout(shape), shape.tile_tokens // WARPGROUP_ROWS
+
+    @pl.loop(0, shape.lane_tiles * parts)  # straight code would keep many addresses in registers
+    def _(index: Scalar) -> None:
+        row = pl.multiple_of(lax.rem(index, jnp.int32(parts)) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        part = lax.div(index, jnp.int32(parts)), pl.ds(row, WARPGROUP_ROWS)
+        loaded = plgpu.load(raw.at[part], layout=layout, optimized=False)
         # The assembler has no direct way from float8 to bfloat16 on Hopper.
         wide = loaded if loaded.dtype == jnp.int8 else loaded.astype(jnp.float16)
-        target[part] = wide.astype(jnp.bfloat16)
+        wide = wide.astype(jnp.bfloat16)
+        if live_from is not None:
+            token = row + plgpu.broadcasted_iota(jnp.int32, wide.shape, 0, layout=layout)
+            live = (live_from <= token) & (token < live_to)
+            wide = jnp.where(live, wide, jnp.zeros_like(wide))
+        target[part] = wide
+
     plgpu.commit_smem()
 
 
@@ -258,7 +282,7 @@ def _compute(
         layout = plgpu.Layout.WGMMA if lanes else row_layout
         return plgpu.layout_cast(jnp.full((rows, *lanes), value, jnp.float32), layout)
 
-    top, total = splat(HIDDEN), splat(0.0)
+    top, total = splat(NONE_SEEN), splat(0.0)
     if ref.sinks is not None:  # once in a head: where it begins
         top, total = lax.cond(
             piece.key_tile == 0,
@@ -278,14 +302,14 @@ def _compute(
         begin = start + (piece.key_tile + index) * shape.tile_tokens
         stop = begin + shape.tile_tokens
         plgpu.barrier_wait(ref.key_full.at[slot])
-        key_slot, key_scale = slot, None
         if quantized:
-            key_slot, key_scale = 0, load_scales(ref.key_scale.at[slot], KEY)
             _convert(shape, ref.raw_key.at[slot], ref.key.at[0])
-            plgpu.barrier_arrive(ref.key_free.at[slot])
-        scores = _scores(shape, ref, warpgroup, key_slot, key_scale)
-        if not quantized:
-            plgpu.barrier_arrive(ref.key_free.at[slot])
+        scores = _products(shape, ref, warpgroup, 0 if quantized else slot)
+        if quantized:
+            key_scale = load_scales(ref.key_scale.at[slot], KEY)
+            scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
+        plgpu.barrier_arrive(ref.key_free.at[slot])
+        scores = _scaled(shape, scores)
 
         def hide(scores: Array) -> Array:
             key = begin + plgpu.broadcasted_iota(
@@ -307,21 +331,20 @@ def _compute(
         if quantized:
             plgpu.barrier_wait(ref.value_full.at[slot])
             value_scale = load_scales(ref.value_scale.at[slot], VALUE)
-            key = begin + plgpu.layout_cast(
-                lax.iota(jnp.int32, shape.tile_tokens), plgpu.Layout.WGMMA.reduce(0)
-            )
-            live = (live_from <= key) & (key < live_to)
-            value_scale = jnp.where(live, value_scale, jnp.zeros_like(value_scale))
-            weights *= lax.broadcast_in_dim(value_scale, weights.shape, [1])
-            _convert(shape, ref.raw_value.at[slot], ref.value.at[0])
-            plgpu.barrier_arrive(ref.value_free.at[slot])
+            scaled = weights * lax.broadcast_in_dim(value_scale, weights.shape, [1])
+            weights = jnp.where(weights > 0, scaled, 0.0)  # scales of no token may be anything
         narrow = weights.astype(jnp.bfloat16)
+        if quantized:
+            _convert(
+                shape, ref.raw_value.at[slot], ref.value.at[0], live_from - begin, live_to - begin
+            )
+            plgpu.barrier_arrive(ref.value_free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
         if not quantized:
             plgpu.barrier_wait(ref.value_full.at[slot])
+            _clear(shape, ref, warpgroup, slot, begin, live_from, live_to)
         value_slot = 0 if quantized else slot
-        _clear(shape, ref, warpgroup, value_slot, begin, live_from, live_to)
         if shape.warpgroups > 1:
             plgpu.barrier_wait(ref.turn)
         acc = add_product(tuple(acc), narrow, ref.value, value_slot, interpret=interpret)
@@ -353,10 +376,8 @@ def _compute(
         plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
 
 
-def _scores(
-    shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int, key_scale: Array | None
-) -> Array:
-    """Scores `[64, tile_tokens]` times log2(e)."""
+def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int) -> Array:
+    """Queries times keys, `[64, tile_tokens]`."""
 
     def multiply(acc: Ref) -> Array:
         for lane_tile in range(shape.lane_tiles):
@@ -366,15 +387,15 @@ def _scores(
             _take_turn(ref)
         return acc[...]
 
-    scores = pl.run_scoped(
-        multiply, plgpu.ACC((WARPGROUP_ROWS, shape.tile_tokens), jnp.float32)
-    )
-    if key_scale is not None:
-        scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
+    return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, shape.tile_tokens), jnp.float32))
+
+
+def _scaled(shape: GpuShape, products: Array) -> Array:
+    """Scores times log2(e)."""
     if shape.soft_cap is None:
-        return scores * (shape.sm_scale * LOG2_E)
+        return products * (shape.sm_scale * LOG2_E)
     # tanh by exp2, whose approximation is good to 2 ulp; that of tanh is not
-    power = jnp.exp2(scores * (2 * LOG2_E * shape.sm_scale / shape.soft_cap))
+    power = jnp.exp2(products * (2 * LOG2_E * shape.sm_scale / shape.soft_cap))
     return (1.0 - 2.0 / (power + 1.0)) * (shape.soft_cap * LOG2_E)
 
 
@@ -382,7 +403,7 @@ def _clear(
     shape: GpuShape,
     ref: _Refs,
     warpgroup: Scalar,
-    slot: Scalar | int,
+    slot: Scalar,
     begin: Scalar,
     live_from: Scalar,
     live_to: Scalar,
@@ -403,8 +424,10 @@ def _clear(
                     slot, lane_tile, pl.ds(row, WARPGROUP_ROWS), pl.ds(lane, SWIZZLED_LANES)
                 ]
                 loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-                token = begin + row + plgpu.broadcasted_iota(
-                    jnp.int32, loaded.shape, 0, layout=plgpu.Layout.WGMMA
+                token = (
+                    begin
+                    + row
+                    + plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=plgpu.Layout.WGMMA)
                 )
                 live = (live_from <= token) & (token < live_to)
                 values[...] = jnp.where(live, loaded, jnp.zeros_like(loaded))

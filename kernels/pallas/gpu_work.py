@@ -73,9 +73,7 @@ def decode_work(ranges: Ranges, count: Int32[Array, ""], seqs: int, shape: GpuSh
     """Tiles of one token each: those of the first `count` sequences, of at most `seqs`."""
     token = jnp.arange(seqs, dtype=jnp.int32)
     first, end = (
-        jnp.broadcast_to(
-            jnp.where(token < count, each[:seqs], 0)[:, None], (seqs, shape.rows)
-        )
+        jnp.broadcast_to(jnp.where(token < count, each[:seqs], 0)[:, None], (seqs, shape.rows))
         for each in ranges
     )
     rows = jnp.where(token < count, shape.group, 0)
