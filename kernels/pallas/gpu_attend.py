@@ -308,6 +308,7 @@ def _compute(
         if quantized:
             key_scale = load_scales(ref.key_scale.at[slot], KEY)
             scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
+            plgpu.commit_smem()  # the scales were read, and may be overwritten
         plgpu.barrier_arrive(ref.key_free.at[slot])
         scores = _scaled(shape, scores)
 
