@@ -16,6 +16,7 @@ from jaxattn.engine.outputs import CompletionOutput as CompletionOutput
 from jaxattn.engine.outputs import Logprob as Logprob
 from jaxattn.engine.outputs import RequestOutput as RequestOutput
 from jaxattn.engine.outputs import StreamChunk as StreamChunk
+from jaxattn.kernels.pallas.gpu_shape import GpuTiles as GpuTiles
 from jaxattn.kernels.pallas.tiles import DecodeTiles as DecodeTiles
 from jaxattn.kernels.pallas.tiles import PrefillTiles as PrefillTiles
 from jaxattn.kernels.pallas.tiles import Tiles as Tiles

@@ -1,6 +1,8 @@
 """The public attention call: validate, ask the registry, dispatch. All of it while tracing."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,6 +15,7 @@ from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
 from jaxattn.kernels import layout, reference, xla
 from jaxattn.kernels.layout import KVPages, QuantizedPages
+from jaxattn.kernels.pallas.gpu_shape import GpuTiles, multiprocessors
 from jaxattn.kernels.pallas.tiles import Tiles, chip_of
 from jaxattn.registry import CAPABILITIES, Need, Target, select
 from jaxattn.sharding import over_heads
@@ -26,6 +29,7 @@ from jaxattn.spec import (
 )
 
 if TYPE_CHECKING:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
     from jax.experimental.pallas.tpu import InterpretParams
 
 
@@ -37,17 +41,56 @@ def _pallas_tpu(*arrays: Any, target: Target, tiles: Tiles | None, **options: An
     return tpu.ragged_paged_attention(*arrays, chip=chip, tiles=tiles or Tiles(), **options)
 
 
-def _interpreter(asked: Any) -> "InterpretParams":
-    from jax.experimental.pallas import tpu as pltpu
+def _pallas_gpu(
+    *arrays: Any, target: Target, tiles: GpuTiles | None, interpret: Any, **options: Any
+) -> Any:
+    from jaxattn.kernels.pallas import gpu
 
+    if tiles is None:
+        tiles = GpuTiles()
+    if tiles.blocks is None:
+        blocks = INTERPRETED_BLOCKS if interpret else multiprocessors(target.device_kind)
+        tiles = replace(tiles, blocks=blocks)
+    return gpu.ragged_paged_attention(*arrays, tiles=tiles, interpret=interpret, **options)
+
+
+def _interpreter(asked: Any, backend: str) -> "InterpretParams | InterpretGPUParams":
+    """The interpreter's parameters: its own for each kind of device."""
+    if backend == "pallas_gpu":
+        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams as Params
+
+        _check_threads()
+    else:
+        from jax.experimental.pallas.tpu import InterpretParams as Params  # type: ignore[assignment]
     if asked is True:
-        return pltpu.InterpretParams()
-    if not isinstance(asked, pltpu.InterpretParams):
-        raise TypeError(f"interpret={asked!r}: expected True, False or pltpu.InterpretParams")
+        return Params()
+    if not isinstance(asked, Params):
+        raise TypeError(
+            f"interpret={asked!r} with {backend=}: expected True, False or {Params.__name__}"
+        )
     return asked
 
 
-_PALLAS: dict[str, Callable] = {"pallas_tpu": _pallas_tpu}
+def _check_threads() -> None:
+    """Raise where the warpgroups of a block would wait for each other for ever.
+
+    Each needs a thread of its own, and the CPU client has as many as processors or devices.
+    """
+    threads = max(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        int(os.environ.get("NPROC", 0)),
+        len(jax.devices("cpu")),
+    )
+    if threads < WARPGROUPS:
+        raise RuntimeError(
+            f"interpret= with backend='pallas_gpu' needs {WARPGROUPS} threads, here are {threads}; "
+            "set XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts"
+        )
+
+
+WARPGROUPS = 3  # of a thread block
+INTERPRETED_BLOCKS = 4  # thread blocks: as many as a GPU has would take minutes
+_PALLAS: dict[str, Callable] = {"pallas_tpu": _pallas_tpu, "pallas_gpu": _pallas_gpu}
 _KERNELS: dict[str, Callable] = {
     "xla": xla.ragged_paged_attention,
     "reference": reference.ragged_paged_attention,
@@ -105,8 +148,8 @@ def ragged_paged_attention(
     update_kv_cache: bool = True,
     backend: str | None = None,
     target: Target | None = None,
-    interpret: "InterpretParams | bool" = False,
-    tiles: Tiles | None = None,
+    interpret: "InterpretParams | InterpretGPUParams | bool" = False,
+    tiles: Tiles | GpuTiles | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
     """Write new keys and values to their pages, and attend. One call for mixed batches.
 
@@ -138,9 +181,10 @@ def ragged_paged_attention(
         target: the device to compile for; default: that of the abstract mesh in use if it names
             one, else this process's default device.
         interpret: run the Pallas backend that is named in its interpreter, on any machine, as it
-            would run on `target` (default: a TPU v6e). True, or the parameters of
-            `jax.experimental.pallas.tpu.InterpretParams`. Slow: for tests.
-        tiles: sizes for the TPU kernels in place of those that `kernels/pallas/tiles.py` gives.
+            would run on `target` (default: a TPU v6e, or an H100). True, or the parameters of
+            `jax.experimental.pallas.tpu.InterpretParams` or of
+            `jax.experimental.pallas.mosaic_gpu.InterpretGPUParams`. Slow: for tests.
+        tiles: sizes in place of the kernels' own: `Tiles` for a TPU, `GpuTiles` for a GPU.
 
     Returns:
         Output `[tokens, q_heads, head_dim]` in the queries' dtype (zeros for padding), and the
@@ -173,8 +217,10 @@ def ragged_paged_attention(
             raise TypeError(f"{name}={flag!r}: expected True or False")
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"{target=}: expected a jaxattn.Target, for example Target.tpu('v6e')")
-    if tiles is not None and not isinstance(tiles, Tiles):
-        raise TypeError(f"{tiles=}: expected jaxattn.Tiles(decode=..., prefill=...)")
+    if tiles is not None and not isinstance(tiles, Tiles | GpuTiles):
+        raise TypeError(
+            f"{tiles=}: expected jaxattn.Tiles(decode=..., prefill=...), or for a GPU GpuTiles(...)"
+        )
     if image_rule not in get_args(ImageRule):
         raise ValueError(f"{image_rule=}: use one of {get_args(ImageRule)}")
     if image_spans is not None and image_rule == "none":
@@ -185,9 +231,12 @@ def ragged_paged_attention(
     if interpret and backend not in _PALLAS:
         raise ValueError(f"interpret= with {backend=}: name one of {', '.join(_PALLAS)}")
     if interpret is not False:
-        interpret = _interpreter(interpret)
+        assert backend is not None
+        interpret = _interpreter(interpret, backend)
     if target is None:
-        target = Target.tpu("v6e") if interpret else Target.current()
+        target = Target.current()
+        if interpret:
+            target = Target.gpu("h100") if backend == "pallas_gpu" else Target.tpu("v6e")
     need = Need(
         target=target,
         sliding_window=sliding_window,
@@ -238,8 +287,8 @@ def attend(
     image_spans: Int32[Array, "tokens 2"] | None = None,
     backend: str | None = None,
     target: Target | None = None,
-    interpret: "InterpretParams | bool" = False,
-    tiles: Tiles | None = None,
+    interpret: "InterpretParams | InterpretGPUParams | bool" = False,
+    tiles: Tiles | GpuTiles | None = None,
     heads_axis: str | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], CacheState]:
     """One layer's attention: the mask comes from the layer, the pages from its group.

@@ -6,6 +6,7 @@ dropped in silence: what is not claimed here raises `UnsupportedAttentionError` 
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxattn.kernels.layout import KVLayout
+from jaxattn.kernels.pallas.gpu_shape import SMEM_BYTES, GpuTiles, shape_for
 from jaxattn.kernels.pallas.tiles import (
     CHIPS,
     SMEM_ENTRIES,
@@ -26,6 +28,16 @@ from jaxattn.kernels.pallas.tiles import (
 from jaxattn.spec import ImageRule
 
 ANY = None  # a rule that allows every value
+
+# Short names of GPUs, as a driver calls them, and their compute capabilities.
+GPUS: dict[str, tuple[str, tuple[int, int]]] = {
+    "h100": ("NVIDIA H100 80GB HBM3", (9, 0)),
+    "h200": ("NVIDIA H200", (9, 0)),
+    "b200": ("NVIDIA B200", (10, 0)),
+    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0)),
+    "l4": ("NVIDIA L4", (8, 9)),
+    "t4": ("Tesla T4", (7, 5)),
+}
 
 
 @dataclass(frozen=True)
@@ -47,19 +59,26 @@ class Target:
         return cls("tpu", CHIPS[chip].device_kinds[0])
 
     @classmethod
+    def gpu(cls, name: str) -> "Target":
+        """A GPU by its short name: "h100", "h200", "b200", "a100", "l4" or "t4"."""
+        if name not in GPUS:
+            raise ValueError(f"gpu {name!r}: the names are {', '.join(map(repr, GPUS))}")
+        return cls("gpu", *GPUS[name])
+
+    @classmethod
     def current(cls) -> "Target":
         """The device of the abstract mesh in use if it names one, else this process's default."""
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None and abstract.platform == "tpu":
             return cls("tpu", abstract.device_kind)
+        if abstract is not None and abstract.platform in ("gpu", "cuda"):
+            # An abstract device has no compute capability, and lowers as Hopper whatever it is.
+            return cls("gpu", abstract.device_kind, _capability_of_kind(abstract.device_kind))
         default = jax.config.jax_default_device
         if isinstance(default, str):
             default = jax.devices(default)[0]
         device = default or jax.devices()[0]
-        capability = getattr(device, "compute_capability", None)
-        if capability is not None:
-            major, _, minor = str(capability).partition(".")
-            capability = (int(major), int(minor or 0))
+        capability = _parsed(getattr(device, "compute_capability", None))
         return cls(device.platform, device.device_kind, capability)
 
     def __str__(self) -> str:
@@ -69,6 +88,21 @@ class Target:
         return (
             f"{name} (compute capability {self.compute_capability[0]}.{self.compute_capability[1]})"
         )
+
+
+def _parsed(capability: Any) -> tuple[int, int] | None:
+    """"9.0" as numbers; None for what is not NVIDIA's, such as "gfx942"."""
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _capability_of_kind(device_kind: str) -> tuple[int, int] | None:
+    """Of a device that is known by its name alone, such as "NVIDIA H100" or "NVIDIA GB200"."""
+    words = device_kind.lower().replace("-", " ").split()
+    for name, (_, capability) in GPUS.items():
+        if any(word in (name, f"g{name}") for word in words):
+            return capability
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +125,7 @@ class Need:
     update_kv_cache: bool
     table_entries: int  # sequences * pages per sequence
     interpret: bool  # run a kernel for `target` in its interpreter, on this machine's CPU
-    tiles: Tiles | None  # sizes to use in place of the kernel's own choice
+    tiles: Tiles | GpuTiles | None  # sizes to use in place of the kernel's own choice
 
     @property
     def layout(self) -> KVLayout:
@@ -112,7 +146,7 @@ class Capabilities:
     what: str
     missing: str = ""  # why the backend cannot be used at all yet; "" when it can
     platforms: tuple[str, ...] | None = ANY
-    min_compute_capability: tuple[int, int] | None = ANY
+    compute_capabilities: tuple[tuple[int, int], ...] | None = ANY
     sliding_window: bool = False
     soft_cap: bool = False
     sinks: bool = False
@@ -121,6 +155,7 @@ class Capabilities:
     q_heads_per_kv_head: tuple[int, int] | None = ANY  # least and most
     head_dims: tuple[int, ...] | None = ANY
     page_sizes: tuple[int, int] | None = ANY  # least and most
+    page_sizes_of_two: bool = False  # powers of two only
     query_dtypes: tuple[str, ...] = ()
     kv_dtypes: tuple[str, ...] = ()
     first_page: bool = False
@@ -130,6 +165,7 @@ class Capabilities:
     max_table_entries: int | None = ANY
     quantized_page_multiple: int = 1
     needs_vmem: bool = False  # its tiles must fit the chip's VMEM
+    needs_smem: bool = False  # or a GPU's shared memory
     interpreter: bool = False
 
 
@@ -175,10 +211,24 @@ CAPABILITIES: dict[str, Capabilities] = {
         ),
         Capabilities(
             backend="pallas_gpu",
-            what="Pallas kernel for GPU (Hopper)",
-            missing="the GPU kernel is not part of this release",
+            what="Pallas kernels for Hopper GPUs",
             platforms=("gpu",),
-            min_compute_capability=(9, 0),
+            compute_capabilities=((9, 0),),
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+            image_rules=("none", "clamp", "extend"),
+            non_causal=True,
+            q_heads_per_kv_head=(1, 32),
+            head_dims=(64, 80, 96, 128, 192, 256),
+            page_sizes=(16, 128),
+            page_sizes_of_two=True,
+            query_dtypes=("bfloat16",),
+            kv_dtypes=("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
+            first_page=True,
+            shared_kv=True,
+            needs_smem=True,
+            interpreter=True,
         ),
         Capabilities(
             backend="xla",
@@ -258,11 +308,11 @@ def _device(row: Capabilities, need: Need) -> Reason | None:
     chip = chip_of(target.device_kind)
     if row.chips is not ANY and (chip is None or chip.name not in row.chips):
         return Reason(f"on {target}", "TPU " + ", ".join(row.chips), "use backend='xla'")
-    least = row.min_compute_capability
-    if least is not ANY and (target.compute_capability or (0, 0)) < least:
-        return Reason(
-            f"on {target}", f"compute capability >= {least[0]}.{least[1]}", "use backend='xla'"
-        )
+    claimed, capability = row.compute_capabilities, target.compute_capability
+    if claimed is not ANY and capability not in claimed:
+        # Each generation has matrix instructions of its own, and later ones lack Hopper's.
+        supported = "compute capability " + ", ".join("{}.{}".format(*each) for each in claimed)
+        return Reason(f"on {target}", supported, "use backend='xla'")
     return None
 
 
@@ -292,6 +342,10 @@ def _page_size(row: Capabilities, need: Need) -> Reason | None:
     if need.layout.is_quantized and need.page_size % step:
         asked = f"page_size={need.page_size} with a cache of {need.kv_dtype}"
         return Reason(asked, f"multiples of {step}", do)
+    if row.page_sizes_of_two and need.page_size & (need.page_size - 1):
+        least, most = row.page_sizes or (1, 512)
+        powers = [2**n for n in range(10) if least <= 2**n <= most]
+        return _among("page_size", need.page_size, tuple(powers), do)
     return _between("page_size", need.page_size, row.page_sizes, do)
 
 
@@ -305,11 +359,44 @@ def _table_entries(row: Capabilities, need: Need) -> Reason | None:
     )
 
 
-def _vmem(row: Capabilities, need: Need) -> Reason | None:
-    """Not a field's own: what all sizes together take of the chip's fast memory."""
+def _tiles(row: Capabilities, need: Need) -> Reason | None:
+    """The fast memory that all sizes together take."""
+    kind = Tiles if row.needs_vmem else GpuTiles if row.needs_smem else None
+    if need.tiles is not None and (kind is None or not isinstance(need.tiles, kind)):
+        supported = "none" if kind is None else f"jaxattn.{kind.__name__}"
+        return Reason(f"tiles={need.tiles}", supported, "leave them out")
+    if row.needs_vmem:
+        return _vmem(need)
+    return _smem(need) if row.needs_smem else None
+
+
+def _smem(need: Need) -> Reason | None:
+    assert not isinstance(need.tiles, Tiles)
+    shapes = [
+        shape_for(
+            need.layout,
+            num_q_heads=need.num_q_heads,
+            decode=decode,
+            soft_cap=need.soft_cap,
+            sm_scale=1.0,
+            tiles=need.tiles or GpuTiles(),
+        )
+        for decode in (True, False)
+    ]
+    needed, shape = max(((each.smem_bytes(), each) for each in shapes), key=lambda each: each[0])
+    if needed <= SMEM_BYTES:
+        return None
+    return Reason(
+        f"{needed / 1024:.0f} KiB of shared memory for head_dim={need.head_dim} and a cache of "
+        f"{need.kv_dtype}, with {shape.stages} stages of {shape.tile_tokens} tokens",
+        f"{SMEM_BYTES // 1024} KiB",
+        "pass smaller tiles, or leave them out",
+    )
+
+
+def _vmem(need: Need) -> Reason | None:
+    assert not isinstance(need.tiles, GpuTiles)
     chip = chip_of(need.target.device_kind)
-    if not row.needs_vmem:
-        return _flag(f"tiles={need.tiles}", need.tiles is not None, False, "leave them out")
     if chip is None:
         return None
     decode, prefill = choose_tiles(
@@ -382,7 +469,7 @@ _RULES: dict[str, _Rule] = {
     "interpret": lambda row, need: _flag(
         "interpret=...", need.interpret, row.interpreter, "leave it out, or name a Pallas backend"
     ),
-    "tiles": _vmem,
+    "tiles": _tiles,
 }
 if set(_RULES) != {field.name for field in fields(Need)}:
     raise TypeError("every field of Need has exactly one rule")

@@ -32,11 +32,14 @@ def _cells(row: Capabilities) -> dict[str, str]:
         return "any" if values is ANY else f"{values[0]} to {values[1]}"
 
     platforms = names(row.platforms if row.chips is ANY else row.chips)
-    if row.min_compute_capability is not ANY:
-        platforms += " >= {}.{}".format(*row.min_compute_capability)
+    if row.compute_capabilities is not ANY:
+        versions = ("{}.{}".format(*each) for each in row.compute_capabilities)
+        platforms += f" of compute capability {', '.join(versions)}"
     pages, most = limits(row.page_sizes), row.max_table_entries
     with_float8 = [name for name in row.chips or () if CHIPS[name].float8]
     float8 = f" (float8: {', '.join(with_float8)})" if with_float8 else ""
+    if row.page_sizes_of_two:
+        pages += " (powers of two)"
     if row.quantized_page_multiple > 1:
         pages += f" (multiples of {row.quantized_page_multiple} in 8 bits)"
     cells = {

@@ -16,7 +16,7 @@ from jaxattn.kernels.layout import LANES, KVLayout
 WARPGROUP_ROWS = 64
 # Of an H100 and an H200: what a block may use. 1 KiB is the driver's own.
 SMEM_BYTES = 227 * 1024
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = {"PCIe": 114, "H20": 78}  # in the device's name; all others have 132
 ALIGNMENT = 1024
 
 
@@ -25,12 +25,26 @@ class GpuTiles:
     """Sizes in place of the kernels' own. None: what `shape_for` finds best.
 
     `blocks` thread blocks share the work, `tile_tokens` keys (64 or 128) are one tile, of which
-    `stages` are in flight.
+    `stages` are in flight. Raises ValueError for sizes that no kernel has.
     """
 
     blocks: int | None = None
     tile_tokens: int | None = None
     stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens not in (None, 64, 128):
+            raise ValueError(f"tile_tokens={self.tile_tokens}: a tile holds 64 or 128 keys")
+        for name in ("blocks", "stages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: expected a positive integer")
+
+
+def multiprocessors(device_kind: str) -> int:
+    """Of a Hopper GPU: one thread block runs on each."""
+    words = device_kind.replace("-", " ").split()
+    return next((count for name, count in MULTIPROCESSORS.items() if name in words), 132)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +138,7 @@ def shape_for(
                 decode=decode,
                 soft_cap=soft_cap,
                 sm_scale=sm_scale,
-                blocks=tiles.blocks or MULTIPROCESSORS,
+                blocks=tiles.blocks or multiprocessors(""),
                 tile_tokens=tile_tokens,
                 stages=stages,
             )
