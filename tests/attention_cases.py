@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxattn import Target, ragged_paged_attention
 from jaxattn.kernels import layout, reference
 from jaxattn.kernels.mask import visible
-from jaxattn.kernels.pallas import tpu
+from jaxattn.kernels.pallas import gpu, tpu
+from jaxattn.kernels.pallas.gpu_shape import GpuTiles
 from jaxattn.kernels.pallas.tiles import DecodeTiles, Tiles
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
-from jaxattn.registry import CAPABILITIES
+from jaxattn.registry import ANY, CAPABILITIES
 
 STATIC = (
     "sm_scale",
@@ -87,14 +90,16 @@ def cells(generate):
 
 
 def interpreted(backend, page_size, kv_dtype="float32", mode="eager"):
-    """Options that run a TPU backend on a CPU; none for a backend that is at home here.
+    """Options that run a Pallas backend on a CPU; none for a backend that is at home here.
 
     Memory starts as NaN. Tiles are as small as they may be, so that every buffer is used again
-    and again. `mode` is when copies happen: "eager" (with clocks long enough to tell races), or
-    "on_wait" (which leaves out those that are never awaited).
+    and again. `mode` is when a TPU's copies happen: "eager" (with clocks long enough to tell
+    races), or "on_wait" (which leaves out those that are never awaited).
     """
     if runs_here(CAPABILITIES[backend]):
         return {}
+    if backend == "pallas_gpu":
+        return {"interpret": plgpu.InterpretGPUParams(detect_races=True), "tiles": GPU_TILES}
     params = pltpu.InterpretParams(
         detect_races=True,
         dma_execution_mode=mode,
@@ -109,11 +114,32 @@ def interpreted(backend, page_size, kv_dtype="float32", mode="eager"):
     return {"interpret": params, "tiles": tiles}
 
 
+GPU_TILES = GpuTiles(blocks=3, tile_tokens=64, stages=2)
 # For long sequences.
-LARGE_TILES = Tiles(
-    decode=DecodeTiles(tile_tokens=128, slots=3, block_seqs=2),
-    prefill=PrefillTiles(block_q=64, blocks=2, block_kv=128),
-)
+LARGE_TILES = {
+    "pallas_tpu": Tiles(
+        decode=DecodeTiles(tile_tokens=128, slots=3, block_seqs=2),
+        prefill=PrefillTiles(block_q=64, blocks=2, block_kv=128),
+    ),
+    "pallas_gpu": GpuTiles(blocks=5, tile_tokens=128, stages=2),
+}
+
+
+def page_size_of(row, wanted):
+    """`wanted`, or the nearest page size that the row claims."""
+    if row.page_sizes is ANY:
+        return wanted
+    return min(max(wanted, row.page_sizes[0]), row.page_sizes[1])
+
+
+def dtypes_of(row):
+    """The first dtypes that the row claims."""
+    return {"query_dtype": row.query_dtypes[0], "kv_dtype": row.kv_dtypes[0]}
+
+
+def tolerance_of(row):
+    """For cases of `dtypes_of(row)`."""
+    return tolerance(**dtypes_of(row))
 
 
 def a_few(values, count):
@@ -298,8 +324,10 @@ def fresh_call():
 
     @wraps(ragged_paged_attention)
     def function(*arrays, **options):
-        with pytest.MonkeyPatch.context() as patch:  # the launcher keeps what it traced
-            patch.setattr(tpu, "ragged_paged_attention", tpu.ragged_paged_attention.__wrapped__)
+        with pytest.MonkeyPatch.context() as patch:  # the launchers keep what they traced
+            for module in (tpu, gpu):
+                original = module.ragged_paged_attention.__wrapped__
+                patch.setattr(module, "ragged_paged_attention", original)
             return ragged_paged_attention(*arrays, **options)
 
     return jax.jit(function, static_argnames=STATIC, compiler_options=UNOPTIMIZED)
@@ -323,6 +351,7 @@ def run(case, backend, *, sm_scale=SCALE, pages=None, mode="eager", jitted=None,
         return np.asarray(out), jax.tree.map(np.asarray, pages)
     except Exception:  # of the interpreter: it keeps its memory, to be looked at
         pltpu.reset_tpu_interpret_mode_state()
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
 
 

@@ -14,6 +14,7 @@ from tests.attention_cases import (
     LARGE_TILES,
     bits,
     cells,
+    dtypes_of,
     make_case,
     run,
     runs_here,
@@ -25,6 +26,7 @@ from tests.attention_cases import (
 
 WINDOW = 11  # a multiple of none of the page sizes
 PAGE_SIZES = (4, 16, 40)
+SMALL_AND_LARGE = {"pallas_tpu": (8, 40), "pallas_gpu": (16, 64)}  # of those in an interpreter
 TOKENS, WIDTH_TOKENS = 64, 80
 # With queries of ones and scale 0.4: a score of 128 among scores below 20.
 LOUD = 320.0
@@ -36,7 +38,7 @@ rows = pytest.mark.parametrize("row", usable_rows())
 def page_sizes_of(row):
     """The page sizes that a row is tested with, and how many values of each list."""
     for name, take, slow in takes(row):
-        for page_size in PAGE_SIZES if runs_here(row) else (8, 40):
+        for page_size in PAGE_SIZES if runs_here(row) else SMALL_AND_LARGE[row.backend]:
             yield f"{name}{page_size}", page_size, take, slow
 
 
@@ -51,10 +53,10 @@ def each_with(row, choices, slow_choices=()):
 
 
 def with_page_sizes(row, choices, slow_choices=()):
-    """Those of each page size; an interpreter leaves all page sizes but 8 out by default."""
+    """Those of each page size; an interpreter leaves large pages out by default."""
     for name, page_size, take, slow in page_sizes_of(row):
         for choice in choices:
-            is_slow = slow or page_size != 8 or choice in slow_choices
+            is_slow = slow or page_size > 16 or choice in slow_choices
             yield f"{name} {choice}", page_size, choice, take, is_slow
 
 
@@ -70,6 +72,7 @@ def make(row, lengths, page_size, decode=0, tokens=TOKENS, width_tokens=WIDTH_TO
         num_pages=400,
         ratio=1,
         head_dim=min(row.head_dims or (8,)),
+        **dtypes_of(row),
     )
     return replace(case, queries=np.ones_like(case.queries))
 
@@ -222,7 +225,7 @@ def test_block_edges(row, causal, take):
     options = {"sliding_window": WINDOW, "causal": causal}
     case = make(row, [(140, 300)], 16, tokens=140, width_tokens=300)
     if not runs_here(row):  # 64 queries, 128 keys
-        options["tiles"] = LARGE_TILES
+        options["tiles"] = LARGE_TILES[row.backend]
     clean, _ = run(case, row.backend, **options)
     queries = (160, 287, 288, 299, 255, 256)  # ends of the chunk, of 128 queries, of 256 keys
     for query in take(queries, 2):

@@ -78,8 +78,8 @@ class _Refs:
     # shared memory
     query: Ref  # [warpgroups, lane_tiles, 64, lanes]
     key: Ref  # [stages, lane_tiles, tile_tokens, lanes]
-    value: Ref
     result: Ref  # [warpgroups, 64, lanes]
+    value: Ref = None
     raw_key: Ref = None  # as `key`, quantised; `key` and `value` then have one stage
     raw_value: Ref = None
     key_scale: Ref = None  # [stages, tile_tokens, pack]
@@ -294,6 +294,10 @@ def _compute(
     def visit(index: Scalar, state: tuple) -> tuple:
         top, total, *acc = state
         slot = lax.rem(piece.position + index, jnp.int32(shape.stages))
+        key_slot = value_slot = slot
+        if quantized:
+            key_slot = lax.rem(piece.position + index, jnp.int32(2))
+            value_slot = 1 - key_slot
         # Loaded for each tile, as the rows' ranges: registers are short.
         start, full_from, full_to, live_from, live_to = (
             ref.tiles[piece.tile, column]
@@ -303,8 +307,15 @@ def _compute(
         stop = begin + shape.tile_tokens
         plgpu.barrier_wait(ref.key_full.at[slot])
         if quantized:
-            _convert(shape, ref.raw_key.at[slot], ref.key.at[0])
-        scores = _products(shape, ref, warpgroup, 0 if quantized else slot)
+            _convert(shape, ref.raw_key.at[slot], ref.key.at[key_slot])
+
+        def convert_values() -> None:
+            plgpu.barrier_wait(ref.value_full.at[slot])
+            live = live_from - begin, live_to - begin
+            _convert(shape, ref.raw_value.at[slot], ref.key.at[value_slot], *live)
+
+        meanwhile = convert_values if quantized else None
+        scores = _products(shape, ref, warpgroup, key_slot, meanwhile)
         if quantized:
             key_scale = load_scales(ref.key_scale.at[slot], KEY)
             scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
@@ -313,11 +324,9 @@ def _compute(
         scores = _scaled(shape, scores)
 
         def hide(scores: Array) -> Array:
-            key = begin + plgpu.broadcasted_iota(
-                jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
-            )
-            first = load_rows(ref.first.at[piece.tile, my_rows])
-            end = load_rows(ref.end.at[piece.tile, my_rows])
+            key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+            first = load_rows(ref.first.at[piece.tile, my_rows]) - begin
+            end = load_rows(ref.end.at[piece.tile, my_rows]) - begin
             seen = _by_row(first, shape.tile_tokens) <= key
             seen &= key < _by_row(end, shape.tile_tokens)
             return jnp.where(seen, scores, HIDDEN)
@@ -330,25 +339,20 @@ def _compute(
         total = total * shrink + jnp.sum(weights, axis=1)
         acc = [each * _by_row(shrink, shape.lanes) for each in acc]
         if quantized:
-            plgpu.barrier_wait(ref.value_full.at[slot])
             value_scale = load_scales(ref.value_scale.at[slot], VALUE)
             scaled = weights * lax.broadcast_in_dim(value_scale, weights.shape, [1])
             weights = jnp.where(weights > 0, scaled, 0.0)  # scales of no token may be anything
         narrow = weights.astype(jnp.bfloat16)
         if quantized:
-            _convert(
-                shape, ref.raw_value.at[slot], ref.value.at[0], live_from - begin, live_to - begin
-            )
             plgpu.barrier_arrive(ref.value_free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
         if not quantized:
             plgpu.barrier_wait(ref.value_full.at[slot])
             _clear(shape, ref, warpgroup, slot, begin, live_from, live_to)
-        value_slot = 0 if quantized else slot
         if shape.warpgroups > 1:
             plgpu.barrier_wait(ref.turn)
-        acc = add_product(tuple(acc), narrow, ref.value, value_slot, interpret=interpret)
+        acc = add_product(tuple(acc), narrow, ref.key if quantized else ref.value, value_slot, interpret=interpret)
         if not quantized:
             plgpu.barrier_arrive(ref.value_free.at[slot])
         return new_top, total, *acc
@@ -377,13 +381,15 @@ def _compute(
         plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
 
 
-def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int) -> Array:
+def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar, meanwhile=None) -> Array:
     """Queries times keys, `[64, tile_tokens]`."""
 
     def multiply(acc: Ref) -> Array:
         for lane_tile in range(shape.lane_tiles):
             keys = ref.key.at[slot, lane_tile].transpose((1, 0))
             plgpu.wgmma(acc, ref.query.at[warpgroup, lane_tile], keys)
+        if meanwhile is not None:
+            meanwhile()
         if shape.warpgroups > 1:
             _take_turn(ref)
         return acc[...]
@@ -520,8 +526,7 @@ def attend(
     free = plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages)
     scratch = {
         "query": buffer(shape.warpgroups, shape.lane_tiles, WARPGROUP_ROWS, shape.lanes),
-        "key": buffer(converted, *tile),
-        "value": buffer(converted, *tile),
+        "key": buffer(2 if layout.is_quantized else shape.stages, *tile),
         "result": plgpu.SMEM((shape.warpgroups, WARPGROUP_ROWS, shape.lanes), jnp.bfloat16),
         "key_full": full,
         "value_full": full,
@@ -534,6 +539,8 @@ def attend(
         raw = plgpu.SMEM((shape.stages, *tile), pages.dtype)
         scale = plgpu.SMEM((shape.stages, shape.tile_tokens, layout.pack), jnp.float32)
         scratch |= {"raw_key": raw, "raw_value": raw, "key_scale": scale, "value_scale": scale}
+    else:
+        scratch["value"] = scratch["key"]
     outputs = {
         "acc": jax.ShapeDtypeStruct((2 * shape.blocks, shape.rows, lanes), jnp.float32),
         "top": jax.ShapeDtypeStruct((2 * shape.blocks, shape.rows), jnp.float32),

@@ -100,8 +100,8 @@ def prefill_work(
     rows = jnp.clip(cu_q_lens[sequence + 1] - token, 0, shape.rows)
     rows = jnp.where(tile < ends[-1], rows, 0)
     row = jnp.arange(shape.rows, dtype=jnp.int32)
-    of_rows = jnp.clip(token[:, None] + row, 0, tokens - 1)
-    first, end = (jnp.where(row < rows[:, None], each[of_rows], 0) for each in ranges)
+    of_rows = jnp.clip(token[:, None] + row[None], 0, tokens - 1)
+    first, end = (jnp.where(row[None] < rows[:, None], each[of_rows], 0) for each in ranges)
     return _work(sequence, token, rows, first, end, shape)
 
 
