@@ -91,7 +91,7 @@ class Target:
 
 
 def _parsed(capability: Any) -> tuple[int, int] | None:
-    """"9.0" as numbers; None for what is not NVIDIA's, such as "gfx942"."""
+    """ "9.0" as numbers; None for what is not NVIDIA's, such as "gfx942"."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
     return None if match is None else (int(match[1]), int(match[2]))
 
@@ -144,7 +144,6 @@ class Capabilities:
 
     backend: str
     what: str
-    missing: str = ""  # why the backend cannot be used at all yet; "" when it can
     platforms: tuple[str, ...] | None = ANY
     compute_capabilities: tuple[tuple[int, int], ...] | None = ANY
     sliding_window: bool = False
@@ -361,17 +360,17 @@ def _table_entries(row: Capabilities, need: Need) -> Reason | None:
 
 def _tiles(row: Capabilities, need: Need) -> Reason | None:
     """The fast memory that all sizes together take."""
-    kind = Tiles if row.needs_vmem else GpuTiles if row.needs_smem else None
-    if need.tiles is not None and (kind is None or not isinstance(need.tiles, kind)):
-        supported = "none" if kind is None else f"jaxattn.{kind.__name__}"
+    kinds = [Tiles] * row.needs_vmem + [GpuTiles] * row.needs_smem
+    if need.tiles is not None and type(need.tiles) not in kinds:
+        supported = " or ".join(f"jaxattn.{kind.__name__}" for kind in kinds) or "none"
         return Reason(f"tiles={need.tiles}", supported, "leave them out")
-    if row.needs_vmem:
-        return _vmem(need)
-    return _smem(need) if row.needs_smem else None
+    return (_vmem(need) if row.needs_vmem else None) or (_smem(row, need) if row.needs_smem else None)
 
 
-def _smem(need: Need) -> Reason | None:
-    assert not isinstance(need.tiles, Tiles)
+def _smem(row: Capabilities, need: Need) -> Reason | None:
+    if row.head_dims is not ANY and need.head_dim not in row.head_dims:
+        return None  # refused as that, and has no tiles
+    tiles = need.tiles if isinstance(need.tiles, GpuTiles) else GpuTiles()
     shapes = [
         shape_for(
             need.layout,
@@ -379,7 +378,7 @@ def _smem(need: Need) -> Reason | None:
             decode=decode,
             soft_cap=need.soft_cap,
             sm_scale=1.0,
-            tiles=need.tiles or GpuTiles(),
+            tiles=tiles,
         )
         for decode in (True, False)
     ]
@@ -395,7 +394,7 @@ def _smem(need: Need) -> Reason | None:
 
 
 def _vmem(need: Need) -> Reason | None:
-    assert not isinstance(need.tiles, GpuTiles)
+    tiles = need.tiles if isinstance(need.tiles, Tiles) else Tiles()
     chip = chip_of(need.target.device_kind)
     if chip is None:
         return None
@@ -405,7 +404,7 @@ def _vmem(need: Need) -> Reason | None:
         num_q_heads=need.num_q_heads,
         query_dtype=need.query_dtype,
         chip=chip,
-        override=need.tiles or Tiles(),
+        override=tiles,
     )
     sizes = need.layout, need.num_q_heads, need.query_dtype
     needed, taken = max(
@@ -477,12 +476,6 @@ if set(_RULES) != {field.name for field in fields(Need)}:
 
 def supports(row: Capabilities, need: Need) -> tuple[Reason, ...]:
     """Every reason why this backend cannot serve the need; empty when it can."""
-    device = _device(row, need)
-    if row.missing:
-        unavailable = Reason(
-            f"backend={row.backend!r}", f"not yet ({row.missing})", "use backend='xla'"
-        )
-        return (unavailable, device) if device else (unavailable,)
     found = (rule(row, need) for rule in _RULES.values())
     return tuple(reason for reason in found if reason is not None)
 
@@ -513,7 +506,7 @@ def _passed_over(reasons: dict[str, tuple[Reason, ...]], target: Target) -> Iter
     """What speaks against the backends that are made for this target's platform."""
     for name, against in reasons.items():
         row = CAPABILITIES[name]
-        if not row.missing and row.platforms is not ANY and target.platform in row.platforms:
+        if row.platforms is not ANY and target.platform in row.platforms:
             yield from (f"{name}: {reason}" for reason in against)
 
 

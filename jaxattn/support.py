@@ -1,7 +1,7 @@
 """The support table, made from the registry's rows: what is listed is tested, the rest refused."""
 
 from jaxattn.kernels.pallas.tiles import CHIPS
-from jaxattn.registry import ANY, CAPABILITIES, Capabilities
+from jaxattn.registry import ANY, CAPABILITIES, GPUS, Capabilities
 
 
 def support_table() -> str:
@@ -33,8 +33,11 @@ def _cells(row: Capabilities) -> dict[str, str]:
 
     platforms = names(row.platforms if row.chips is ANY else row.chips)
     if row.compute_capabilities is not ANY:
-        versions = ("{}.{}".format(*each) for each in row.compute_capabilities)
-        platforms += f" of compute capability {', '.join(versions)}"
+        served = [
+            (name.upper(), each in row.compute_capabilities) for name, (_, each) in GPUS.items()
+        ]
+        platforms = ", ".join(name for name, yes in served if yes)
+        platforms += f" (not {', '.join(name for name, yes in served if not yes)}, nor AMD)"
     pages, most = limits(row.page_sizes), row.max_table_entries
     with_float8 = [name for name in row.chips or () if CHIPS[name].float8]
     float8 = f" (float8: {', '.join(with_float8)})" if with_float8 else ""
@@ -42,8 +45,8 @@ def _cells(row: Capabilities) -> dict[str, str]:
         pages += " (powers of two)"
     if row.quantized_page_multiple > 1:
         pages += f" (multiples of {row.quantized_page_multiple} in 8 bits)"
-    cells = {
-        "what": f"no: {row.missing}" if row.missing else row.what,
+    return {
+        "what": row.what,
         "platforms": platforms,
         "sliding window": flag(row.sliding_window),
         "soft cap": flag(row.soft_cap),
@@ -59,7 +62,3 @@ def _cells(row: Capabilities) -> dict[str, str]:
         "tables of live pages only": flag(row.first_page),
         "layers that share KV": flag(row.shared_kv),
     }
-    if row.missing:  # a row without a kernel claims nothing
-        keep = ("what", "platforms")
-        return {name: cell if name in keep else "-" for name, cell in cells.items()}
-    return cells

@@ -68,7 +68,6 @@ def usable_rows():
             ),
         )
         for row in CAPABILITIES.values()
-        if not row.missing
     ]
 
 

@@ -1,6 +1,7 @@
 """What is not claimed is refused while tracing, with the value, the claim and a way out."""
 
 import logging
+import os
 import re
 import sys
 import types
@@ -22,10 +23,18 @@ from jaxattn import (
     registry,
     support_table,
 )
+from jaxattn.kernels.pallas.gpu_shape import GpuTiles
 from jaxattn.kernels.pallas.tiles import CHIPS, SMEM_ENTRIES, DecodeTiles, Tiles
 from jaxattn.kernels.pallas.tpu_prefill_shape import PrefillTiles
 from jaxattn.registry import ANY, AUTOMATIC, CAPABILITIES, Need, select, supports
-from tests.attention_cases import UNOPTIMIZED, cells, interpreted, runs_here, usable_rows
+from tests.attention_cases import (
+    UNOPTIMIZED,
+    cells,
+    dtypes_of,
+    interpreted,
+    runs_here,
+    usable_rows,
+)
 
 CPU = Target("cpu", "cpu")
 T4 = Target("gpu", "Tesla T4", (7, 5))
@@ -52,15 +61,20 @@ NEED = Need(
     tiles=None,
 )
 ON_TPU = replace(NEED, target=V6E, head_dim=128)
+ON_GPU = replace(NEED, target=H100, head_dim=128, query_dtype="bfloat16", kv_dtype="bfloat16")
 SMALL_TILES = Tiles(decode=DecodeTiles(tile_tokens=64, slots=3, block_seqs=2))
 HUGE_TILES = Tiles(prefill=PrefillTiles(blocks=64, block_kv=4096))
 
 
 def inside(row):
     """A need that is inside the row's claims."""
-    need = ON_TPU if row.backend == "pallas_tpu" else NEED
-    assert row.missing or supports(row, need) == ()
+    need = {"pallas_tpu": ON_TPU, "pallas_gpu": ON_GPU}.get(row.backend, NEED)
+    assert supports(row, need) == ()
     return need
+
+
+def as_float(array):
+    return np.asarray(array, np.float32)
 
 
 def shape(dims, dtype="float32"):
@@ -123,9 +137,11 @@ def outside_target(row):
         yield {"target": Target("abacus")}, "on abacus (abacus)"
     if row.chips is not ANY:
         yield {"target": Target("tpu", "TPU v3")}, "on tpu (TPU v3)"
-    if row.min_compute_capability is not ANY:
-        major = row.min_compute_capability[0] - 1
-        yield {"target": Target("gpu", "old", (major, 9))}, f"capability {major}.9"
+    if row.compute_capabilities is not ANY:
+        for major, minor in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
+            target = Target("gpu", "another", (major, minor))
+            yield {"target": target}, f"on another (compute capability {major}.{minor})"
+        yield {"target": Target("gpu", "AMD Instinct MI300X")}, "on gpu (AMD Instinct MI300X)"
 
 
 def outside_set(field, name, values):
@@ -144,6 +160,9 @@ def outside_page_size(row):
         least, most = row.page_sizes
         for page_size in {max(least - 1, 1), most + 1} - set(range(least, most + 1)):
             yield {"page_size": page_size}, f"page_size={page_size}"
+        if row.page_sizes_of_two:
+            for page_size in (24, 40, 48, 96):
+                yield {"page_size": page_size}, f"page_size={page_size}"
     step = row.quantized_page_multiple
     if step > 1:
         for dtype in ("int8", "float8_e4m3fn"):
@@ -153,7 +172,7 @@ def outside_page_size(row):
 
 
 def outside_kv_dtype(row):
-    yield from outside_set("kv_dtype", "kv_dtypes", ("float16",))(row)
+    yield from outside_set("kv_dtype", "kv_dtypes", ("float16", "float32"))(row)
     for chip in CHIPS.values() if row.chips is not ANY else ():
         if not chip.float8:
             for dtype in ("float8_e4m3fn", "float8_e5m2"):
@@ -171,6 +190,12 @@ def outside_tiles(row):
     """Sizes given to a backend without them, or that do not fit the fast memory of a chip."""
     if not row.needs_vmem:
         yield {"tiles": SMALL_TILES}, "tiles=Tiles("
+    if not row.needs_smem:
+        yield {"tiles": GpuTiles()}, "tiles=GpuTiles("
+    if row.needs_smem:
+        changes = {"tiles": GpuTiles(tile_tokens=128, stages=2), "head_dim": 256}
+        yield changes, "353 KiB of shared memory for head_dim=256 and a cache of bfloat16"
+    if not row.needs_vmem:
         return
     yield {"tiles": HUGE_TILES}, "MiB of VMEM for 2 query heads and 1 kv heads of 128"
     many = {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 256}
@@ -200,7 +225,9 @@ OUTSIDE = {
     "num_kv_heads": lambda row: [],  # judged with num_q_heads, as a ratio
     "head_dim": outside_set("head_dim", "head_dims", (40, 72, 512)),
     "page_size": outside_page_size,
-    "query_dtype": outside_set("query_dtype", "query_dtypes", ("float16", "float8_e5m2")),
+    "query_dtype": outside_set(
+        "query_dtype", "query_dtypes", ("float16", "float32", "float8_e5m2")
+    ),
     "kv_dtype": outside_kv_dtype,
     "first_page": outside_flag({"first_page": True}, "first_page", "first_page"),
     "update_kv_cache": outside_flag(
@@ -216,7 +243,6 @@ CELLS = [
     for field, outside in OUTSIDE.items()
     for changes, says in outside(row)
 ]
-MISSING = [row for row in CAPABILITIES.values() if row.missing]
 
 
 def test_every_field_of_a_need_is_probed():
@@ -231,10 +257,6 @@ def test_every_unclaimed_cell_is_refused(row, changes, says):
         trace(need, backend=row.backend)
     assert raised.value.need == need
     reasons = raised.value.reasons[row.backend]
-    if row.missing:  # claims nothing, whatever is asked: says so, and what the device lacks
-        assert row.missing in str(raised.value)
-        assert "target" not in changes or any(says in reason.asked for reason in reasons)
-        return
     assert len(reasons) == 1  # this cell, and nothing else, is why
     assert says in reasons[0].asked
     assert reasons[0].supported and reasons[0].do
@@ -258,11 +280,13 @@ FLAGS = [
     ("query_dtypes", {"query_dtype": "bfloat16"}, "query dtype=bfloat16"),
     ("kv_dtypes", {"kv_dtype": "int8"}, "cache dtype=int8"),
     ("platforms", {"target": Target("tpu", "TPU v6e")}, "on tpu (TPU v6e)"),
-    ("min_compute_capability", {"target": T4}, "on Tesla T4 (compute capability 7.5)"),
+    ("compute_capabilities", {"target": T4}, "on Tesla T4 (compute capability 7.5)"),
     ("chips", {"target": V6E}, "on tpu (TPU v6 lite)"),
     ("max_table_entries", {"table_entries": 15}, "a page table of 15 entries"),
     ("quantized_page_multiple", {"kv_dtype": "int8"}, "page_size=16 with a cache of int8"),
     ("needs_vmem", {"tiles": SMALL_TILES}, "tiles=Tiles("),
+    ("needs_smem", {"tiles": GpuTiles()}, "tiles=GpuTiles("),
+    ("page_sizes_of_two", {"page_size": 24}, "page_size=24"),
     ("interpreter", {"interpret": True}, "interpret=..."),
 ]
 NARROW = {
@@ -279,15 +303,17 @@ NARROW = {
     "query_dtypes": ("float32",),
     "kv_dtypes": ("float32",),
     "platforms": ("cpu",),
-    "min_compute_capability": (8, 0),
+    "compute_capabilities": ((8, 0),),
     "chips": ("v5e",),
     "max_table_entries": 14,
     "quantized_page_multiple": 32,
     "needs_vmem": False,
+    "needs_smem": False,
+    "page_sizes_of_two": True,
     "interpreter": False,
 }
 # What no row claims at once.
-EVERYTHING = replace(XLA, needs_vmem=True, interpreter=True)
+EVERYTHING = replace(XLA, needs_vmem=True, needs_smem=True, interpreter=True)
 
 
 @pytest.mark.parametrize(("claim", "changes", "says"), FLAGS)
@@ -302,7 +328,7 @@ def test_every_rule_refuses_when_its_claim_is_taken_away(claim, changes, says):
 
 def test_all_claims_are_taken_away_above():
     assert {claim for claim, *_ in FLAGS} == set(NARROW)
-    described = {"backend", "what", "missing"}
+    described = {"backend", "what"}
     assert set(NARROW) == {field.name for field in fields(XLA)} - described
 
 
@@ -382,24 +408,16 @@ def test_a_t4_is_refused_by_the_gpu_kernel_and_served_by_xla():
         trace(replace(NEED, target=T4), backend="pallas_gpu")
     message = str(raised.value)
     assert "Tesla T4 (compute capability 7.5)" in message
-    assert "compute capability >= 9.0" in message
+    assert "supported: compute capability 9.0; use backend='xla'" in message
     assert "use backend='xla'" in message
     assert raised.value.alternatives == ("xla", "reference")
     assert select(replace(NEED, target=T4)) == "xla"
 
 
-@pytest.mark.parametrize("row", MISSING, ids=lambda row: row.backend)
-@pytest.mark.parametrize("target", [CPU, T4, H100, V6E], ids=str)
-def test_a_backend_without_a_kernel_is_refused_everywhere(row, target):
-    with pytest.raises(UnsupportedAttentionError, match="not part of this release"):
-        trace(replace(NEED, target=target), backend=row.backend)
-    assert select(replace(NEED, target=target)) not in {missing.backend for missing in MISSING}
-
-
-@pytest.mark.parametrize("backend", [None, "xla", "reference", "pallas_gpu"])
+@pytest.mark.parametrize("backend", [None, "xla", "reference"])
 def test_only_a_pallas_backend_is_interpreted(backend):
     """And only one that is named: an interpreter is never a silent choice."""
-    message = f"interpret= with backend={backend!r}: name one of pallas_tpu"
+    message = f"interpret= with backend={backend!r}: name one of pallas_tpu, pallas_gpu"
     with pytest.raises(ValueError, match=message):
         trace(backend=backend, changes={"interpret": True})
     assert trace(ON_TPU, backend="pallas_tpu", changes={"interpret": True, "target": None})
@@ -419,6 +437,54 @@ def test_the_target_may_come_from_an_abstract_mesh():
         with jax.sharding.use_abstract_mesh(mesh):
             assert Target.current() == Target.tpu(chip.name)
     assert Target.current().platform == "cpu"
+
+
+def test_a_hopper_gpu_is_served_by_its_kernels():
+    assert select(ON_GPU) == select(replace(ON_GPU, target=Target.gpu("h200"))) == "pallas_gpu"
+    assert select(replace(ON_GPU, query_dtype="float32")) == "xla"
+    with pytest.raises(ValueError, match="gpu 'v100': the names are 'h100', 'h200', 'b200'"):
+        Target.gpu("v100")
+
+
+@pytest.mark.parametrize("name", ["b200", "a100", "l4", "t4"])
+def test_other_gpus_are_refused_and_served_by_xla(name):
+    need = replace(ON_GPU, target=Target.gpu(name))
+    with pytest.raises(UnsupportedAttentionError, match="use backend='xla'"):
+        trace(need, backend="pallas_gpu")
+    assert select(need) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_an_abstract_gpu_is_known_by_its_name(kind, capability):
+    """It has no compute capability, and would be compiled as Hopper whatever it is."""
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert Target.current() == Target("gpu", kind, capability)
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"), [("9.0", (9, 0)), ("10.0", (10, 0)), ("gfx942", None)]
+)
+def test_a_compute_capability_is_nvidias(given, parsed):
+    assert registry._parsed(given) == parsed
+
+
+def test_gpu_tiles_of_a_wrong_size():
+    with pytest.raises(ValueError, match="tile_tokens=96: a tile holds 64 or 128 keys"):
+        GpuTiles(tile_tokens=96)
+    with pytest.raises(ValueError, match="stages=0: expected a positive integer"):
+        GpuTiles(stages=0)
 
 
 def test_a_table_must_fit_smem():
@@ -480,7 +546,8 @@ def test_refused_inside_shard_map(ran):
 @pytest.mark.parametrize("row", usable_rows())
 def test_served_inside_shard_map_and_scan(row):
     """The same call, claimed, over kv heads on two devices and over layers in a scan."""
-    need = replace(NEED, num_kv_heads=2, num_q_heads=4, head_dim=min(row.head_dims or (8,)))
+    sizes = {"num_kv_heads": 4, "num_q_heads": 8, "head_dim": min(row.head_dims or (8,))}
+    need = replace(NEED, **sizes, **dtypes_of(row))
     arrays, static = arguments(need)
     rng = np.random.default_rng(0)
     arrays = {
@@ -501,22 +568,33 @@ def test_served_inside_shard_map_and_scan(row):
     by_head = {"queries": heads, "keys": heads, "values": heads}
     in_pages = PartitionSpec(None, None, "heads")  # rows
     specs = {name: by_head.get(name, whole) for name in arrays} | {"kv_pages": in_pages}
-    sharded = jax.shard_map(
-        lambda arrays: attention(**arrays),
-        mesh=jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,)),
-        in_specs=(specs,),
-        out_specs=(heads, in_pages),
-    )
-    out, out_pages = jit(sharded)(arrays)
-    np.testing.assert_allclose(out, expect, atol=1e-6)
-    np.testing.assert_array_equal(out_pages, pages)
+
+    def sharded(**static):
+        return jit(
+            jax.shard_map(
+                lambda arrays: attention(**arrays, **static),
+                mesh=jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,)),
+                in_specs=(specs,),
+                out_specs=(heads, in_pages),
+            )
+        )
+
+    if row.backend == "pallas_gpu" and not runs_here(row):
+        # Its interpreter takes the end of one device's kernel for that of all: only lowered.
+        traced = sharded(interpret=False, tiles=None, target=H100).trace(arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert all(name in text for name in ("jaxattn_decode", "jaxattn_prefill"))
+    else:
+        out, out_pages = sharded()(arrays)
+        np.testing.assert_allclose(as_float(out), as_float(expect), atol=1e-6)
+        np.testing.assert_array_equal(out_pages, pages)
 
     def layer(kv_pages, _):
         out, kv_pages = attention(**arrays | {"kv_pages": kv_pages})
         return kv_pages, out
 
     out_pages, outs = jit(lambda first: jax.lax.scan(layer, first, length=2))(arrays["kv_pages"])
-    np.testing.assert_allclose(outs, jnp.stack([expect, expect]), atol=1e-6)
+    np.testing.assert_allclose(as_float(outs), as_float(jnp.stack([expect] * 2)), atol=1e-6)
     np.testing.assert_array_equal(out_pages, pages)
 
 
@@ -690,7 +768,7 @@ def test_the_table_says_what_the_rows_say():
     assert lines[0] == "| | " + " | ".join(f"`{name}`" for name in CAPABILITIES) + " |"
     table = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
     for row in CAPABILITIES.values():
-        assert (f"no: {row.missing}" if row.missing else row.what) in support_table()
+        assert row.what in table["what"]
     assert "8, 16, 32, 64, 80, 96, 128, 192, 256" in table["head dims"]
     assert "1 to 512" in table["page sizes"]
     assert len({line.count(" | ") for line in lines[2:]}) == 1
@@ -729,7 +807,7 @@ def test_nothing_to_attend_to_is_refused(changes):
 
 @pytest.mark.parametrize("row", cells(lambda row: [("", row.interpreter)]))
 def test_numpy_arrays_are_taken(row):
-    need = replace(NEED, first_page=True, head_dim=min(row.head_dims or (8,)))
+    need = replace(NEED, first_page=True, head_dim=min(row.head_dims or (8,)), **dtypes_of(row))
     arrays, static = arguments(need)
     if not runs_here(row):
         static |= {"target": None} | interpreted(row.backend, need.page_size)
@@ -741,8 +819,20 @@ def test_numpy_arrays_are_taken(row):
 
 @pytest.mark.parametrize("interpret", [1, "yes", np.True_, 0.5], ids=repr)
 def test_interpret_of_a_wrong_kind(interpret):
-    with pytest.raises(TypeError, match=r"interpret=.*: expected True, False or pltpu"):
-        trace(ON_TPU, changes={"interpret": interpret}, backend="pallas_tpu")
+    for need, backend, params in (
+        (ON_TPU, "pallas_tpu", "InterpretParams"),
+        (ON_GPU, "pallas_gpu", "InterpretGPUParams"),
+    ):
+        with pytest.raises(TypeError, match=f"expected True, False or {params}"):
+            trace(need, changes={"interpret": interpret}, backend=backend)
+
+
+def test_an_interpreted_block_needs_a_thread_for_each_warpgroup(monkeypatch):
+    """With fewer it would wait for ever."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(jax, "devices", lambda *_: [None])
+    with pytest.raises(RuntimeError, match="needs 3 threads, here are 2; set XLA_FLAGS="):
+        trace(ON_GPU, changes={"interpret": True}, backend="pallas_gpu")
 
 
 def test_tiles_and_targets_of_a_wrong_kind():

@@ -81,8 +81,9 @@ def ragged_paged_attention(
     # Copies out of bounds raise nothing on a GPU: what is no page is the null page.
     is_page = (0 < page_indices) & (page_indices < len(pages))
     table = jnp.where(is_page, page_indices, 0)
+    places = token_places(tokens, kv_lens, cu_q_lens, distribution)
     ranges = ranges_of(
-        token_places(tokens, kv_lens, cu_q_lens, distribution),
+        places,
         kv_lens,
         image_spans,
         sliding_window=sliding_window,
@@ -107,7 +108,9 @@ def ragged_paged_attention(
     ]
     lanes = shapes[0].lane_tiles * shapes[0].lanes
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, lanes - head_dim)))
-    out = jax.new_ref(jnp.zeros_like(padded))
+    # Over a mesh a kernel takes no reference that varies: this one does so in its contents only,
+    # and the zeros of padding give its value the axes of the queries again.
+    out = jax.new_ref(jnp.zeros(padded.shape, padded.dtype))
     scales = kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None
     for shape, work in zip(shapes, works, strict=True):
         partial_results = attend(
@@ -123,4 +126,5 @@ def ragged_paged_attention(
             interpret=interpret,
         )
         combine(*partial_results, work, out, shape=shape, interpret=interpret)
-    return jax.freeze(out)[..., :head_dim], kv_pages
+    result = jnp.where(places.real[:, None, None], jax.freeze(out), jnp.zeros_like(padded))
+    return result[..., :head_dim], kv_pages

@@ -128,7 +128,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup < shape.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(shape.registers[0], action="increase")
+        if shape.warpgroups > 1: plgpu.set_max_registers(shape.registers[0], action="increase")
         if shape.warpgroups > 1:
             pl.when(warpgroup == 1)(partial(_take_turn, ref))
         _pieces(shape, ref, partial(_compute, shape, ref, warpgroup, interpret))
@@ -138,7 +138,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup == shape.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(shape.registers[1], action="decrease")
+        if shape.warpgroups > 1: plgpu.set_max_registers(shape.registers[1], action="decrease")
         _pieces(shape, ref, partial(_copy, shape, ref))
 
 
@@ -308,14 +308,7 @@ def _compute(
         plgpu.barrier_wait(ref.key_full.at[slot])
         if quantized:
             _convert(shape, ref.raw_key.at[slot], ref.key.at[key_slot])
-
-        def convert_values() -> None:
-            plgpu.barrier_wait(ref.value_full.at[slot])
-            live = live_from - begin, live_to - begin
-            _convert(shape, ref.raw_value.at[slot], ref.key.at[value_slot], *live)
-
-        meanwhile = convert_values if quantized else None
-        scores = _products(shape, ref, warpgroup, key_slot, meanwhile)
+        scores = _products(shape, ref, warpgroup, key_slot)
         if quantized:
             key_scale = load_scales(ref.key_scale.at[slot], KEY)
             scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
@@ -339,11 +332,15 @@ def _compute(
         total = total * shrink + jnp.sum(weights, axis=1)
         acc = [each * _by_row(shrink, shape.lanes) for each in acc]
         if quantized:
+            plgpu.barrier_wait(ref.value_full.at[slot])
             value_scale = load_scales(ref.value_scale.at[slot], VALUE)
             scaled = weights * lax.broadcast_in_dim(value_scale, weights.shape, [1])
             weights = jnp.where(weights > 0, scaled, 0.0)  # scales of no token may be anything
         narrow = weights.astype(jnp.bfloat16)
         if quantized:
+            _convert(
+                shape, ref.raw_value.at[slot], ref.key.at[value_slot], live_from - begin, live_to - begin
+            )
             plgpu.barrier_arrive(ref.value_free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
@@ -381,15 +378,13 @@ def _compute(
         plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
 
 
-def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar, meanwhile=None) -> Array:
+def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int) -> Array:
     """Queries times keys, `[64, tile_tokens]`."""
 
     def multiply(acc: Ref) -> Array:
         for lane_tile in range(shape.lane_tiles):
             keys = ref.key.at[slot, lane_tile].transpose((1, 0))
             plgpu.wgmma(acc, ref.query.at[warpgroup, lane_tile], keys)
-        if meanwhile is not None:
-            meanwhile()
         if shape.warpgroups > 1:
             _take_turn(ref)
         return acc[...]
