@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu_aot import CUSTOM_CALL, GPUS, Compiled, compile_cases
+from benchmarks.gpu_aot import CUSTOM_CALL, GPUS, Compiled, GpuCompilerMissingError, compile_cases
 from benchmarks.gpu_schedule import LAUNCHED, TARGET, markdown_table, versions
 from benchmarks.gpu_shapes import BACKEND
 from benchmarks.tpu_aot import Case
@@ -59,12 +59,9 @@ def faults(compiled: Compiled) -> list[str]:
         out.append(f"launches {compiled.ours}, expected {expected}")
     if compiled.copied_bytes >= LEAST_POOL_BYTES:
         out.append(f"{compiled.copied_bytes:,} bytes copied: a layer's pool?")
-    out += [
-        f"{kernel.name}: {kernel.spill_bytes} bytes spilled"
-        for kernel in compiled.kernels
-        if kernel.spill_bytes
-    ]
-    return out
+    spilled = [kernel for kernel in compiled.kernels if kernel.spill_bytes]
+    out += [f"{kernel.name}: {kernel.spill_bytes} bytes spilled" for kernel in spilled]
+    return list(dict.fromkeys(out))
 
 
 def launches_of_a_layer(compiled: Compiled) -> float:
@@ -76,11 +73,11 @@ def launches_of_a_layer(compiled: Compiled) -> float:
 
 HEADER = (
     "step",
-    "of a layer: decode",
-    "prefill",
-    "combine",
-    "all launches",
-    "all, whole step",
+    "decode a layer",
+    "prefill a layer",
+    "combine a layer",
+    "all launches a layer",
+    "launches of the step",
     "arguments MB",
     "donated MB",
     "temp MB",
@@ -126,7 +123,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/gpu_models.md")
     options = parser.parse_args()
     results = []
-    for each in compile_cases(TARGET, [step.case() for step in MODEL_STEPS], seconds_per_case=900):
+    try:
+        compiled = compile_cases(TARGET, [step.case() for step in MODEL_STEPS])
+    except GpuCompilerMissingError as error:
+        sys.exit(str(error))
+    for each in compiled:
         print(f"{each.case}, {each.seconds:.0f} s: {faults(each) or 'good'}", file=sys.stderr)
         results.append(each)
     text = report(results)

@@ -101,8 +101,10 @@ ROWS = (
     _1B(sliding_window=512),
     _GPT_OSS(sliding_window=128, sinks=True),
     _GPT_OSS(soft_cap=50.0, page_size=128),
-    Row(model="16 heads a group", num_q_heads=32, num_kv_heads=2, head_dim=128),
+    Row(model="32 heads a group", num_q_heads=32, num_kv_heads=1, head_dim=128),
     Row(model="1 head a group", num_q_heads=8, num_kv_heads=8, head_dim=128, page_size=64),
+    Row(model="head dim 80", num_q_heads=8, num_kv_heads=2, head_dim=80),
+    Row(model="head dim 192", num_q_heads=8, num_kv_heads=2, head_dim=192, kv_dtype="int8"),
     *(
         layer(kv_dtype=kv_dtype, page_size=page_size)
         for kv_dtype in ("int8", "float8_e4m3fn", "float8_e5m2")

@@ -13,10 +13,10 @@ from jaxattn.kernels import mask
 from jaxattn.kernels.pallas import gpu, gpu_attend, gpu_combine, gpu_work
 from tests.attention_cases import expected, fresh_call, make_case, poisoned, run, tolerance
 
-WINDOW = 100
-GEOMETRY = {"page_size": 16, "head_dim": 64, "query_dtype": "bfloat16"}
-# Three blocks of threads share them: heads are cut, and both slots are used again and again.
-DECODE = ((1, 300), (1, 70), (1, 5))
+WINDOW = 200
+GEOMETRY = {"page_size": 16, "head_dim": 64, "kv_heads": 2, "query_dtype": "bfloat16"}
+# Three blocks of threads share 22 key tiles: a head is cut, both slots are used again and again.
+DECODE = ((1, 300), (1, 70), (1, 5), (1, 333))
 PREFILL = ((130, 330), (7, 7))
 # What a check of a broken kernel ends in: wrong numbers, or the interpreter found a race.
 CAUGHT = (AssertionError, jax.errors.JaxRuntimeError, RuntimeError)
@@ -182,7 +182,7 @@ def test_a_mutation_is_caught(monkeypatch, name):
 
 def test_sinks_count_once(monkeypatch):
     """In a head that is cut too: added in each part, they would count more than once."""
-    sinks = jnp.array([3.0, 4.0])
+    sinks = jnp.array([3.0, 4.0, 2.0, 5.0])
     check(monkeypatch, decode=True, window=None, sinks=sinks)
     replace_in(monkeypatch, gpu_attend, "piece.key_tile == 0,", "piece.key_tile >= 0,")
     with pytest.raises(AssertionError):

@@ -77,10 +77,10 @@ class _Refs:
     total: Ref  # [2 * blocks, rows]: and sum
     # shared memory
     query: Ref  # [warpgroups, lane_tiles, 64, lanes]
-    key: Ref  # [stages, lane_tiles, tile_tokens, lanes]
+    key: Ref  # [stages, lane_tiles, tile_tokens, lanes]; quantised [2, ...]: key and value
+    value: Ref = None  # as `key`, not if quantised
     result: Ref  # [warpgroups, 64, lanes]
-    value: Ref = None
-    raw_key: Ref = None  # as `key`, quantised; `key` and `value` then have one stage
+    raw_key: Ref = None  # [stages, lane_tiles, tile_tokens, lanes]
     raw_value: Ref = None
     key_scale: Ref = None  # [stages, tile_tokens, pack]
     value_scale: Ref = None
@@ -128,7 +128,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup < shape.warpgroups)
     def _() -> None:
-        if shape.warpgroups > 1: plgpu.set_max_registers(shape.registers[0], action="increase")
+        plgpu.set_max_registers(shape.registers[0], action="increase")
         if shape.warpgroups > 1:
             pl.when(warpgroup == 1)(partial(_take_turn, ref))
         _pieces(shape, ref, partial(_compute, shape, ref, warpgroup, interpret))
@@ -138,7 +138,7 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
 
     @pl.when(warpgroup == shape.warpgroups)
     def _() -> None:
-        if shape.warpgroups > 1: plgpu.set_max_registers(shape.registers[1], action="decrease")
+        plgpu.set_max_registers(shape.registers[1], action="decrease")
         _pieces(shape, ref, partial(_copy, shape, ref))
 
 
@@ -294,10 +294,13 @@ def _compute(
     def visit(index: Scalar, state: tuple) -> tuple:
         top, total, *acc = state
         slot = lax.rem(piece.position + index, jnp.int32(shape.stages))
-        key_slot = value_slot = slot
+        query_slot, key_slot, value_slot, values = warpgroup, slot, slot, ref.value
         if quantized:
+            # Places that change with the tile, or might as far as the compiler can tell: it would
+            # keep the matrix unit's addresses in registers from before the loop.
             key_slot = lax.rem(piece.position + index, jnp.int32(2))
-            value_slot = 1 - key_slot
+            query_slot = jnp.minimum(warpgroup, key_slot)  # 0: it is the only one
+            value_slot, values = 1 - key_slot, ref.key
         # Loaded for each tile, as the rows' ranges: registers are short.
         start, full_from, full_to, live_from, live_to = (
             ref.tiles[piece.tile, column]
@@ -308,7 +311,7 @@ def _compute(
         plgpu.barrier_wait(ref.key_full.at[slot])
         if quantized:
             _convert(shape, ref.raw_key.at[slot], ref.key.at[key_slot])
-        scores = _products(shape, ref, warpgroup, key_slot)
+        scores = _products(shape, ref, query_slot, key_slot)
         if quantized:
             key_scale = load_scales(ref.key_scale.at[slot], KEY)
             scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
@@ -317,9 +320,11 @@ def _compute(
         scores = _scaled(shape, scores)
 
         def hide(scores: Array) -> Array:
-            key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-            first = load_rows(ref.first.at[piece.tile, my_rows]) - begin
-            end = load_rows(ref.end.at[piece.tile, my_rows]) - begin
+            key = begin + plgpu.broadcasted_iota(
+                jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
+            )
+            first = load_rows(ref.first.at[piece.tile, my_rows])
+            end = load_rows(ref.end.at[piece.tile, my_rows])
             seen = _by_row(first, shape.tile_tokens) <= key
             seen &= key < _by_row(end, shape.tile_tokens)
             return jnp.where(seen, scores, HIDDEN)
@@ -338,9 +343,8 @@ def _compute(
             weights = jnp.where(weights > 0, scaled, 0.0)  # scales of no token may be anything
         narrow = weights.astype(jnp.bfloat16)
         if quantized:
-            _convert(
-                shape, ref.raw_value.at[slot], ref.key.at[value_slot], live_from - begin, live_to - begin
-            )
+            live = live_from - begin, live_to - begin
+            _convert(shape, ref.raw_value.at[slot], values.at[value_slot], *live)
             plgpu.barrier_arrive(ref.value_free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
@@ -349,7 +353,7 @@ def _compute(
             _clear(shape, ref, warpgroup, slot, begin, live_from, live_to)
         if shape.warpgroups > 1:
             plgpu.barrier_wait(ref.turn)
-        acc = add_product(tuple(acc), narrow, ref.key if quantized else ref.value, value_slot, interpret=interpret)
+        acc = add_product(tuple(acc), narrow, values, value_slot, interpret=interpret)
         if not quantized:
             plgpu.barrier_arrive(ref.value_free.at[slot])
         return new_top, total, *acc
@@ -378,13 +382,13 @@ def _compute(
         plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
 
 
-def _products(shape: GpuShape, ref: _Refs, warpgroup: Scalar, slot: Scalar | int) -> Array:
+def _products(shape: GpuShape, ref: _Refs, query_slot: Scalar, slot: Scalar) -> Array:
     """Queries times keys, `[64, tile_tokens]`."""
 
     def multiply(acc: Ref) -> Array:
         for lane_tile in range(shape.lane_tiles):
             keys = ref.key.at[slot, lane_tile].transpose((1, 0))
-            plgpu.wgmma(acc, ref.query.at[warpgroup, lane_tile], keys)
+            plgpu.wgmma(acc, ref.query.at[query_slot, lane_tile], keys)
         if shape.warpgroups > 1:
             _take_turn(ref)
         return acc[...]
@@ -515,7 +519,6 @@ def attend(
     def buffer(*sizes: int) -> Any:
         return plgpu.SMEM(sizes, jnp.bfloat16, transforms=swizzled)
 
-    converted = 1 if layout.is_quantized else shape.stages
     copies = shape.pages * (shape.lane_tiles + layout.is_quantized)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=shape.stages)
     free = plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages)

@@ -73,7 +73,7 @@ class GpuShape:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes, and of one that copies: 512 in all three warpgroups."""
-        return (240, 32) if self.warpgroups == 2 else (256, 128)
+        return (240, 32) if self.warpgroups == 2 else (256, 64)
 
     @property
     def lanes(self) -> int:
