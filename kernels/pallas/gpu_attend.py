@@ -69,7 +69,7 @@ class _Refs:
     shares: Ref
     scales: Ref = None  # [num_pages * scale_rows, page_size, pack]
     scale_places: Ref = None  # [kv_heads, 4]: row and phase of a key's and a value's scale
-    sinks: Ref = None  # decode [kv_heads, rows], prefill [q_heads, rows]; times log2(e)
+    sinks: Ref = None  # [2, heads, rows]: none, and those of each row times log2(e)
     # outputs
     out: Ref  # [tokens, q_heads, lanes]
     acc: Ref  # [2 * blocks, rows, lanes]: partial results, not divided
@@ -86,9 +86,8 @@ class _Refs:
     value_scale: Ref = None
     # barriers
     key_full: Ref
-    key_free: Ref
     value_full: Ref
-    value_free: Ref
+    free: Ref
     turn: Ref  # of two warpgroups at the matrix unit
     cleared: Ref  # an edge tile's values
 
@@ -161,34 +160,34 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
         inside = (token < stop) & (0 <= column) & (column < width)
         return jnp.where(inside, ref.table[sequence, jnp.clip(column, 0, width - 1)], 0)
 
+    lanes = [
+        pl.ds(pl.multiple_of(ref.places[kv_head, place], shape.lanes), shape.lanes)
+        for place in range(2 * shape.lane_tiles)
+    ]
     quantized = shape.layout.is_quantized
     targets = (ref.raw_key, ref.raw_value) if quantized else (ref.key, ref.value)
-    barriers = (ref.key_full, ref.key_free), (ref.value_full, ref.value_free)
 
     @pl.loop(0, piece.count)
     def _(index: Scalar) -> None:
         position = piece.position + index
         slot = lax.rem(position, jnp.int32(shape.stages))
         token = start + (piece.key_tile + index) * shape.tile_tokens
-        for kind, (full, free) in enumerate(barriers):
 
-            @pl.when(position >= shape.stages)
-            def _(free: Ref = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
+        @pl.when(position >= shape.stages)
+        def _() -> None:
+            plgpu.barrier_wait(ref.free.at[slot])
 
-            pages = [page_of(token + each * shape.page_tokens) for each in range(shape.pages)]
-            for number, page in enumerate(pages):
-                inside = pl.ds(number * shape.page_tokens, shape.page_tokens)
-                offset = 0
-                if page_size > shape.page_tokens:
-                    offset = lax.rem(token + number * shape.page_tokens, jnp.int32(page_size))
-                row = pl.multiple_of(page * page_size + offset, shape.page_tokens)
-                rows = pl.ds(row, shape.page_tokens)
+        @pl.loop(0, shape.pages)  # straight code would take more registers than this one has
+        def _(number: Scalar) -> None:
+            first = pl.multiple_of(number * shape.page_tokens, shape.page_tokens)
+            inside, page = pl.ds(first, shape.page_tokens), page_of(token + first)
+            offset = lax.rem(token + first, jnp.int32(page_size))
+            row = pl.multiple_of(page * page_size + offset, shape.page_tokens)
+            rows = pl.ds(row, shape.page_tokens)
+            for kind, full in enumerate((ref.key_full, ref.value_full)):
                 for lane_tile in range(shape.lane_tiles):
-                    lane = ref.places[kv_head, kind * shape.lane_tiles + lane_tile]
-                    lane = pl.multiple_of(lane, shape.lanes)
                     plgpu.copy_gmem_to_smem(
-                        ref.keys_values.at[rows, pl.ds(lane, shape.lanes)],
+                        ref.keys_values.at[rows, lanes[kind * shape.lane_tiles + lane_tile]],
                         targets[kind].at[slot, lane_tile, inside],
                         full.at[slot],
                     )
@@ -284,11 +283,9 @@ def _compute(
 
     top, total = splat(NONE_SEEN), splat(0.0)
     if ref.sinks is not None:  # once in a head: where it begins
-        top, total = lax.cond(
-            piece.key_tile == 0,
-            lambda: (load_rows(ref.sinks.at[piece.head, my_rows]), splat(1.0)),
-            lambda: (top, total),
-        )
+        begins = jnp.where(piece.key_tile == 0, 1, 0)
+        top = load_rows(ref.sinks.at[begins, piece.head, my_rows])
+        total = jnp.where(top > NONE_SEEN, splat(1.0), total)
     acc = tuple(splat(0.0, shape.lanes) for _ in range(shape.lane_tiles))
 
     def visit(index: Scalar, state: tuple) -> tuple:
@@ -315,8 +312,6 @@ def _compute(
         if quantized:
             key_scale = load_scales(ref.key_scale.at[slot], KEY)
             scores *= lax.broadcast_in_dim(key_scale, scores.shape, [1])
-            plgpu.commit_smem()  # the scales were read, and may be overwritten
-        plgpu.barrier_arrive(ref.key_free.at[slot])
         scores = _scaled(shape, scores)
 
         def hide(scores: Array) -> Array:
@@ -345,7 +340,7 @@ def _compute(
         if quantized:
             live = live_from - begin, live_to - begin
             _convert(shape, ref.raw_value.at[slot], values.at[value_slot], *live)
-            plgpu.barrier_arrive(ref.value_free.at[slot])
+            plgpu.barrier_arrive(ref.free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
         if not quantized:
@@ -355,7 +350,7 @@ def _compute(
             plgpu.barrier_wait(ref.turn)
         acc = add_product(tuple(acc), narrow, values, value_slot, interpret=interpret)
         if not quantized:
-            plgpu.barrier_arrive(ref.value_free.at[slot])
+            plgpu.barrier_arrive(ref.free.at[slot])
         return new_top, total, *acc
 
     top, total, *acc = lax.fori_loop(0, piece.count, visit, (top, total, *acc))
@@ -509,7 +504,7 @@ def attend(
             of_rows = jnp.pad(of_rows, ((0, 0), (0, shape.rows - shape.group)))
         else:
             of_rows = jnp.broadcast_to(of_rows[:, None], (q_heads, shape.rows))
-        inputs["sinks"] = of_rows
+        inputs["sinks"] = jnp.stack([jnp.full_like(of_rows, NONE_SEEN), of_rows])
     if scales is not None:
         inputs["scales"] = scales.reshape(-1, layout.page_size, layout.pack)
         inputs["scale_places"] = jnp.asarray(_scale_places(layout))
@@ -521,15 +516,13 @@ def attend(
 
     copies = shape.pages * (shape.lane_tiles + layout.is_quantized)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=shape.stages)
-    free = plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages)
     scratch = {
         "query": buffer(shape.warpgroups, shape.lane_tiles, WARPGROUP_ROWS, shape.lanes),
         "key": buffer(2 if layout.is_quantized else shape.stages, *tile),
         "result": plgpu.SMEM((shape.warpgroups, WARPGROUP_ROWS, shape.lanes), jnp.bfloat16),
         "key_full": full,
         "value_full": full,
-        "key_free": free,
-        "value_free": free,
+        "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages),
         "turn": plgpu.Barrier(num_arrivals=shape.warpgroups),
         "cleared": plgpu.Barrier(num_arrivals=shape.warpgroups),
     }

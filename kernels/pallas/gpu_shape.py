@@ -18,6 +18,7 @@ WARPGROUP_ROWS = 64
 SMEM_BYTES = 227 * 1024
 MULTIPROCESSORS = {"PCIe": 114, "H20": 78}  # in the device's name; all others have 132
 ALIGNMENT = 1024
+SMEM_SPARE = 2048  # of the driver, and of alignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,10 @@ class GpuShape:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that copies: 512 in all three warpgroups."""
-        return (240, 32) if self.warpgroups == 2 else (256, 64)
+        """Of a thread that computes, and of one that copies: at most 512 in all warpgroups."""
+        if self.warpgroups == 1:
+            return 256, 96
+        return (240, 32) if self.lane_tiles == 2 else (216, 72)
 
     @property
     def lanes(self) -> int:
@@ -117,7 +120,8 @@ class GpuShape:
         if self.layout.is_quantized:
             buffers += [2 * tile] * 2  # as bfloat16
             buffers += [self.stages * self.tile_tokens * self.layout.pack * 4] * 2  # scales
-        return sum(-(-each // ALIGNMENT) * ALIGNMENT for each in buffers) + ALIGNMENT
+        barriers = 8 * (3 * self.stages + 2)
+        return sum(-(-each // ALIGNMENT) * ALIGNMENT for each in buffers) + barriers + SMEM_SPARE
 
 
 def shape_for(
