@@ -57,6 +57,7 @@ def whole_step(
     seqs: int,
     page_size: int = 32,
     layers: int | None = None,
+    backend: str = "pallas_tpu",
 ) -> tuple[jax.stages.Wrapped, tuple]:
     """The engine's step of `tokens` new tokens of `seqs` sequences.
 

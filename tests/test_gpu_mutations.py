@@ -96,8 +96,8 @@ MUTATIONS = {
     "one key too many at the end": (gpu_attend, "seen &= key < _by", "seen &= key <= _by", False),
     "the result is not scaled down": (
         gpu_attend,
-        "each * _by_row(shrink, shape.lanes) for each",
-        "each + 0 * _by_row(shrink, shape.lanes) for each",
+        "each * _by_row(shrink, shape.lanes) for each in acc",
+        "each + 0 * _by_row(shrink, shape.lanes) for each in acc",
         True,
     ),
     "a window too long by one": (

@@ -202,11 +202,11 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
 
 def _load_queries(shape: GpuShape, ref: _Refs, warpgroup: Scalar, piece: _Piece) -> None:
     """Queries to shared memory; not by the copying warpgroup, since they may start at any row."""
-    row, lane = ref.tiles[piece.tile, TOKEN], 0
+    token = ref.tiles[piece.tile, TOKEN]
     if shape.decode:
-        row = row * shape.num_q_heads + piece.head * shape.group
+        row, lane = token * shape.num_q_heads + piece.head * shape.group, jnp.int32(0)
     else:
-        row += warpgroup * WARPGROUP_ROWS
+        row = token + warpgroup * WARPGROUP_ROWS
         lane = piece.head * (shape.lane_tiles * shape.lanes)
     layout = _copy_layout(shape)
     for lane_tile in range(shape.lane_tiles):
@@ -230,12 +230,11 @@ def _convert(
     shape: GpuShape,
     raw: Ref,
     target: Ref,
-    live_from: Scalar | None = None,
-    live_to: Scalar | None = None,
+    live: tuple[Scalar, Scalar] | None = None,
 ) -> None:
     """Quantised elements, without their scales, as bfloat16: all of them are exact.
 
-    Rows outside `live_from .. live_to` become zeros.
+    Rows outside `live[0] .. live[1]` become zeros.
     """
     layout, parts = _copy_layout(shape), shape.tile_tokens // WARPGROUP_ROWS
 
@@ -247,10 +246,10 @@ def _convert(
         # The assembler has no direct way from float8 to bfloat16 on Hopper.
         wide = loaded if loaded.dtype == jnp.int8 else loaded.astype(jnp.float16)
         wide = wide.astype(jnp.bfloat16)
-        if live_from is not None:
+        if live is not None:
             token = row + plgpu.broadcasted_iota(jnp.int32, wide.shape, 0, layout=layout)
-            live = (live_from <= token) & (token < live_to)
-            wide = jnp.where(live, wide, jnp.zeros_like(wide))
+            inside = (live[0] <= token) & (token < live[1])
+            wide = jnp.where(inside, wide, jnp.zeros_like(wide))
         target[part] = wide
 
     plgpu.commit_smem()
@@ -289,7 +288,7 @@ def _compute(
     acc = tuple(splat(0.0, shape.lanes) for _ in range(shape.lane_tiles))
 
     def visit(index: Scalar, state: tuple) -> tuple:
-        top, total, *acc = state
+        top, total, acc = state[0], state[1], state[2:]
         slot = lax.rem(piece.position + index, jnp.int32(shape.stages))
         query_slot, key_slot, value_slot, values = warpgroup, slot, slot, ref.value
         if quantized:
@@ -330,7 +329,7 @@ def _compute(
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - _by_row(new_top, shape.tile_tokens))
         total = total * shrink + jnp.sum(weights, axis=1)
-        acc = [each * _by_row(shrink, shape.lanes) for each in acc]
+        acc = tuple(each * _by_row(shrink, shape.lanes) for each in acc)
         if quantized:
             plgpu.barrier_wait(ref.value_full.at[slot])
             value_scale = load_scales(ref.value_scale.at[slot], VALUE)
@@ -339,7 +338,7 @@ def _compute(
         narrow = weights.astype(jnp.bfloat16)
         if quantized:
             live = live_from - begin, live_to - begin
-            _convert(shape, ref.raw_value.at[slot], values.at[value_slot], *live)
+            _convert(shape, ref.raw_value.at[slot], values.at[value_slot], live)
             plgpu.barrier_arrive(ref.free.at[slot])
         if shape.warpgroups > 1:
             plgpu.barrier_arrive(ref.turn)
@@ -348,7 +347,7 @@ def _compute(
             _clear(shape, ref, warpgroup, slot, begin, live_from, live_to)
         if shape.warpgroups > 1:
             plgpu.barrier_wait(ref.turn)
-        acc = add_product(tuple(acc), narrow, values, value_slot, interpret=interpret)
+        acc = add_product(acc, narrow, values, value_slot, interpret=interpret)
         if not quantized:
             plgpu.barrier_arrive(ref.free.at[slot])
         return new_top, total, *acc
@@ -508,7 +507,7 @@ def attend(
     if scales is not None:
         inputs["scales"] = scales.reshape(-1, layout.page_size, layout.pack)
         inputs["scale_places"] = jnp.asarray(_scale_places(layout))
-    swizzled = plgpu.TilingTransform((8, SWIZZLED_LANES)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    swizzled = plgpu.TilingTransform((8, SWIZZLED_LANES)), plgpu.SwizzleTransform(SWIZZLE_BYTES)  # type: ignore[abstract]
     tile = shape.lane_tiles, shape.tile_tokens, shape.lanes
 
     def buffer(*sizes: int) -> Any:

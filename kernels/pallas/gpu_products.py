@@ -58,10 +58,11 @@ def load_column(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.dtype("float32"), layout=layout),
     )
     def load(_: Any, ref: Any) -> mgpu.FragmentedArray:
         fragment = layout.to_mgpu()
+        assert isinstance(fragment, mgpu.TiledLayout)
         registers = np.empty(fragment.registers_shape((tokens,)), object)
         vector_type = ir.VectorType.get((fragment.vector_length,), ir.F32Type.get())
         zero = mgpu.c(0, ir.IndexType.get())
