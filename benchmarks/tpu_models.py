@@ -98,7 +98,7 @@ def whole_step(
         params=jax.tree.map(placed, params),
     )
     asked = jax.tree.map(placed, Asked.by([], samples=True))
-    options: dict[str, Any] = {"backend": "pallas_tpu", "target": target}
+    options: dict[str, Any] = {"backend": backend, "target": target}
     if chips > 1:
         options["heads_axis"] = HEADS
     flat, step = make_step(Gemma3(config, weights), plan, **options)

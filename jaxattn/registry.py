@@ -364,7 +364,8 @@ def _tiles(row: Capabilities, need: Need) -> Reason | None:
     if need.tiles is not None and type(need.tiles) not in kinds:
         supported = " or ".join(f"jaxattn.{kind.__name__}" for kind in kinds) or "none"
         return Reason(f"tiles={need.tiles}", supported, "leave them out")
-    return (_vmem(need) if row.needs_vmem else None) or (_smem(row, need) if row.needs_smem else None)
+    against = _vmem(need) if row.needs_vmem else None
+    return against or (_smem(row, need) if row.needs_smem else None)
 
 
 def _smem(row: Capabilities, need: Need) -> Reason | None:
