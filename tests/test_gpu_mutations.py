@@ -78,7 +78,7 @@ MUTATIONS = {
     ),
     "a slot is filled while it is read": (
         gpu_attend,
-        "plgpu.barrier_wait(ref.free.at[slot])",
+        "plgpu.barrier_wait(ref.free.at[lax.rem(position, jnp.int32(shape.stages))])",
         "pass",
         True,
     ),

@@ -39,6 +39,7 @@ from jaxattn.kernels.pallas.gpu_work import (
     SEQUENCE,
     START,
     TOKEN,
+    TOTAL,
     Work,
 )
 from jaxattn.kernels.pallas.products import LOG2_E
@@ -139,6 +140,9 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
     def _() -> None:
         plgpu.set_max_registers(shape.registers[1], action="decrease")
         _pieces(shape, ref, partial(_copy, shape, ref))
+        total = ref.shares[lax.axis_index("block"), TOTAL]
+        for ahead in range(shape.stages):  # all slots are free again, and known to be
+            _wait_for_slot(shape, ref, total + ahead)
 
 
 def _take_turn(ref: _Refs) -> None:
@@ -173,9 +177,7 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
         slot = lax.rem(position, jnp.int32(shape.stages))
         token = start + (piece.key_tile + index) * shape.tile_tokens
 
-        @pl.when(position >= shape.stages)
-        def _() -> None:
-            plgpu.barrier_wait(ref.free.at[slot])
+        _wait_for_slot(shape, ref, position)
 
         @pl.loop(0, shape.pages)  # straight code would take more registers than this one has
         def _(number: Scalar) -> None:
@@ -198,6 +200,14 @@ def _copy(shape: GpuShape, ref: _Refs, piece: _Piece) -> None:
                         (ref.key_scale, ref.value_scale)[kind].at[slot, inside],
                         full.at[slot],
                     )
+
+
+def _wait_for_slot(shape: GpuShape, ref: _Refs, position: Scalar) -> None:
+    """Until what this place in the ring held before has been used."""
+
+    @pl.when(position >= shape.stages)
+    def _() -> None:
+        plgpu.barrier_wait(ref.free.at[lax.rem(position, jnp.int32(shape.stages))])
 
 
 def _load_queries(shape: GpuShape, ref: _Refs, warpgroup: Scalar, piece: _Piece) -> None:
@@ -371,9 +381,9 @@ def _compute(
         part = 2 * lax.axis_index("block") + jnp.where(piece.key_tile == 0, 1, 0)
         for lane_tile, each in enumerate(acc):
             lanes = pl.ds(lane_tile * shape.lanes, shape.lanes)
-            plgpu.store(ref.acc.at[part, my_rows, lanes], each, optimized=False)
-        plgpu.store(ref.top.at[part, my_rows], top, optimized=False)
-        plgpu.store(ref.total.at[part, my_rows], total, optimized=False)
+            ref.acc[part, my_rows, lanes] = each
+        ref.top[part, my_rows] = top
+        ref.total[part, my_rows] = total
 
 
 def _products(shape: GpuShape, ref: _Refs, query_slot: Scalar, slot: Scalar) -> Array:
