@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels import mask
-from jaxattn.kernels.pallas import gpu, gpu_attend, gpu_combine, gpu_work
+from jaxattn.kernels.pallas import gpu, gpu_attend, gpu_combine, gpu_compute, gpu_copy, gpu_work
 from tests.attention_cases import expected, fresh_call, make_case, poisoned, run, tolerance
 
 WINDOW = 200
@@ -65,37 +65,37 @@ def mutated(module, old, new):
 # (module, the text, what replaces it, whether decode shows it).
 MUTATIONS = {
     "keys are not awaited": (
-        gpu_attend,
+        gpu_compute,
         "plgpu.barrier_wait(ref.key_full.at[slot])",
         "pass",
         True,
     ),
     "values are not awaited": (
-        gpu_attend,
+        gpu_compute,
         "plgpu.barrier_wait(ref.value_full.at[slot])",
         "pass",
         True,
     ),
     "a slot is filled while it is read": (
-        gpu_attend,
+        gpu_copy,
         "plgpu.barrier_wait(ref.free.at[lax.rem(position, jnp.int32(shape.stages))])",
         "pass",
         True,
     ),
-    "keys of another slot": (gpu_attend, "ref.key.at[slot, lane", "ref.key.at[0, lane", True),
-    "pages of the first sequence": (gpu_attend, "ref.table[sequence, ", "ref.table[0, ", True),
-    "dead values are not cleared": (gpu_attend, "    edge = (", "    edge = False & (", True),
+    "keys of another slot": (gpu_compute, "ref.key.at[slot, lane", "ref.key.at[0, lane", True),
+    "pages of the first sequence": (gpu_copy, "ref.table[sequence, ", "ref.table[0, ", True),
+    "dead values are not cleared": (gpu_compute, "    edge = (", "    edge = False & (", True),
     "a warpgroup does not wait for the clearing": (
-        gpu_attend,
+        gpu_compute,
         "plgpu.barrier_wait(ref.cleared)",
         "pass",
         False,
     ),
-    "edges are not masked": (gpu_attend, "on_edge = (", "on_edge = False & (", False),
-    "one key too few at the start": (gpu_attend, ") <= key", ") < key", True),
-    "one key too many at the end": (gpu_attend, "seen &= key < _by", "seen &= key <= _by", False),
+    "edges are not masked": (gpu_compute, "on_edge = (", "on_edge = False & (", False),
+    "one key too few at the start": (gpu_compute, ") <= key", ") < key", True),
+    "one key too many at the end": (gpu_compute, "seen &= key < _by", "seen &= key <= _by", False),
     "the result is not scaled down": (
-        gpu_attend,
+        gpu_compute,
         "each * _by_row(shrink, shape.lanes) for each in acc",
         "each + 0 * _by_row(shrink, shape.lanes) for each in acc",
         True,
@@ -157,6 +157,9 @@ def replace_in(monkeypatch, module, old, new):
     for name in ("attend", "combine", "decode_work", "prefill_work", "ranges_of"):
         if hasattr(changed, name):
             monkeypatch.setattr(gpu, name, getattr(changed, name))
+    for name in ("compute", "copy"):
+        if hasattr(changed, name):
+            monkeypatch.setattr(gpu_attend, name, getattr(changed, name))
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -178,6 +181,6 @@ def test_sinks_count_once(monkeypatch):
     """In a head that is cut too: added in each part, they would count more than once."""
     sinks = jnp.array([3.0, 4.0, 2.0, 5.0])
     check(monkeypatch, decode=True, window=None, sinks=sinks)
-    replace_in(monkeypatch, gpu_attend, "jnp.where(piece.key_tile == 0, 1, 0)", "1")
+    replace_in(monkeypatch, gpu_compute, "jnp.where(piece.key_tile == 0, 1, 0)", "1")
     with pytest.raises(AssertionError):
         check(monkeypatch, decode=True, window=None, sinks=sinks)
