@@ -58,8 +58,8 @@ def _kernel(names: tuple[str, ...], shape: GpuShape, interpret: bool, *refs: Ref
         plgpu.set_max_registers(shape.registers[1], action="decrease")
         pieces(shape, ref, partial(copy, shape, ref))
         total = ref.shares[lax.axis_index("block"), TOTAL]
-        for ahead in range(shape.stages):  # all slots are free again, and known to be
-            wait_for_slot(shape, ref, total + ahead)
+        # All slots are free again in the end, and known to be.
+        pl.loop(0, shape.stages)(lambda ahead: wait_for_slot(shape, ref, total + ahead))
 
 
 def _places(layout: KVLayout) -> np.ndarray:

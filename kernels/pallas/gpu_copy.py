@@ -43,7 +43,9 @@ def copy(shape: GpuShape, ref: Refs, piece: Piece) -> None:
         def _(number: Scalar) -> None:
             first = pl.multiple_of(number * shape.page_tokens, shape.page_tokens)
             inside, page = pl.ds(first, shape.page_tokens), page_of(token + first)
-            offset = lax.rem(token + first, jnp.int32(page_size))
+            offset = jnp.int32(0)
+            if page_size > shape.page_tokens:
+                offset = lax.rem(token + first, jnp.int32(page_size))
             row = pl.multiple_of(page * page_size + offset, shape.page_tokens)
             rows = pl.ds(row, shape.page_tokens)
             for kind, full in enumerate((ref.key_full, ref.value_full)):
