@@ -148,6 +148,7 @@ class Capabilities:
     compute_capabilities: tuple[tuple[int, int], ...] | None = ANY
     sliding_window: bool = False
     soft_cap: bool = False
+    max_soft_cap: float | None = ANY
     sinks: bool = False
     image_rules: tuple[ImageRule, ...] = ("none",)
     non_causal: bool = False
@@ -215,6 +216,7 @@ CAPABILITIES: dict[str, Capabilities] = {
             compute_capabilities=((9, 0),),
             sliding_window=True,
             soft_cap=True,
+            max_soft_cap=1e4,  # its tanh is good to 1e-7 of the cap
             sinks=True,
             image_rules=("none", "clamp", "extend"),
             non_causal=True,
@@ -313,6 +315,13 @@ def _device(row: Capabilities, need: Need) -> Reason | None:
         supported = "compute capability " + ", ".join("{}.{}".format(*each) for each in claimed)
         return Reason(f"on {target}", supported, "use backend='xla'")
     return None
+
+
+def _soft_cap(row: Capabilities, need: Need) -> Reason | None:
+    asked, most = f"soft_cap={need.soft_cap}", row.max_soft_cap
+    if need.soft_cap is not None and row.soft_cap and most is not ANY and need.soft_cap > most:
+        return Reason(asked, f"up to {most:g}", "leave out a cap that no score reaches")
+    return _flag(asked, need.soft_cap is not None, row.soft_cap, _OTHER)
 
 
 def _query_dtype(row: Capabilities, need: Need) -> Reason | None:
@@ -439,9 +448,7 @@ _RULES: dict[str, _Rule] = {
         row.sliding_window,
         f"{_OTHER}: a window is never ignored",
     ),
-    "soft_cap": lambda row, need: _flag(
-        f"soft_cap={need.soft_cap}", need.soft_cap is not None, row.soft_cap, _OTHER
-    ),
+    "soft_cap": _soft_cap,
     "sinks": lambda row, need: _flag("attention sinks", need.sinks, row.sinks, _OTHER),
     "image_rule": lambda row, need: _among("image_rule", need.image_rule, row.image_rules, _OTHER),
     "causal": lambda row, need: _flag("causal=False", not need.causal, row.non_causal, _OTHER),

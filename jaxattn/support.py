@@ -38,6 +38,7 @@ def _cells(row: Capabilities) -> dict[str, str]:
         ]
         platforms = ", ".join(name for name, yes in served if yes)
         platforms += f" (not {', '.join(name for name, yes in served if not yes)}, nor AMD)"
+    cap = row.max_soft_cap
     pages, most = limits(row.page_sizes), row.max_table_entries
     with_float8 = [name for name in row.chips or () if CHIPS[name].float8]
     float8 = f" (float8: {', '.join(with_float8)})" if with_float8 else ""
@@ -49,7 +50,9 @@ def _cells(row: Capabilities) -> dict[str, str]:
         "what": row.what,
         "platforms": platforms,
         "sliding window": flag(row.sliding_window),
-        "soft cap": flag(row.soft_cap),
+        "soft cap": flag(row.soft_cap)
+        if row.max_soft_cap is ANY
+        else f"to {row.max_soft_cap:,.0f}",
         "sinks": flag(row.sinks),
         "image spans": names(tuple(rule for rule in row.image_rules if rule != "none")),
         "not causal": flag(row.non_causal),

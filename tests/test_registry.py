@@ -214,10 +214,17 @@ def outside_flag(changes, flag, says):
     return lambda row: [] if getattr(row, flag) else [(changes, says)]
 
 
+def outside_soft_cap(row):
+    if not row.soft_cap:
+        yield {"soft_cap": 30.0}, "soft_cap=30.0"
+    elif row.max_soft_cap is not ANY:
+        yield {"soft_cap": 1.5 * row.max_soft_cap}, f"soft_cap={1.5 * row.max_soft_cap}"
+
+
 OUTSIDE = {
     "target": outside_target,
     "sliding_window": outside_flag({"sliding_window": 7}, "sliding_window", "sliding_window=7"),
-    "soft_cap": outside_flag({"soft_cap": 30.0}, "soft_cap", "soft_cap=30.0"),
+    "soft_cap": outside_soft_cap,
     "sinks": outside_flag({"sinks": True}, "sinks", "attention sinks"),
     "image_rule": outside_set("image_rule", "image_rules", ("clamp", "extend")),
     "causal": outside_flag({"causal": False}, "non_causal", "causal=False"),
@@ -266,6 +273,7 @@ def test_every_unclaimed_cell_is_refused(row, changes, says):
 FLAGS = [
     ("sliding_window", {"sliding_window": 7}, "sliding_window=7"),
     ("soft_cap", {"soft_cap": 30.0}, "soft_cap=30.0"),
+    ("max_soft_cap", {"soft_cap": 30.0}, "soft_cap=30.0"),
     ("sinks", {"sinks": True}, "attention sinks"),
     ("non_causal", {"causal": False}, "causal=False"),
     ("first_page", {"first_page": True}, "first_page"),
@@ -292,6 +300,7 @@ FLAGS = [
 NARROW = {
     "sliding_window": False,
     "soft_cap": False,
+    "max_soft_cap": 10.0,
     "sinks": False,
     "non_causal": False,
     "first_page": False,
@@ -483,8 +492,9 @@ def test_a_compute_capability_is_nvidias(given, parsed):
 def test_gpu_tiles_of_a_wrong_size():
     with pytest.raises(ValueError, match="tile_tokens=96: a tile holds 64 or 128 keys"):
         GpuTiles(tile_tokens=96)
-    with pytest.raises(ValueError, match="stages=0: expected a positive integer"):
-        GpuTiles(stages=0)
+    for wrong in (0, 1, True, 2.0):  # with one stage two warpgroups would wait for each other
+        with pytest.raises(ValueError, match=f"stages={wrong}: expected an integer from 2 on"):
+            GpuTiles(stages=wrong)
 
 
 def test_a_table_must_fit_smem():

@@ -121,7 +121,7 @@ def attend(
         "shares": work.shares,
     }
     if sinks is not None:
-        of_rows = sinks.astype(jnp.float32) * LOG2_E
+        of_rows = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, NONE_SEEN)
         if shape.decode:
             of_rows = of_rows.reshape(layout.num_kv_heads, shape.group)
             of_rows = jnp.pad(of_rows, ((0, 0), (0, shape.rows - shape.group)))

@@ -75,6 +75,7 @@ def _kernel(
         state = splat(-1e30), splat(0.0), splat(0.0, LANES_AT_ONCE)
         steps = lax.div(count + (LOADS_IN_FLIGHT - 1), jnp.int32(LOADS_IN_FLIGHT))
         _, sums, mixed = lax.fori_loop(0, steps, add, state)
+        sums = jnp.where(sums == 0, splat(1.0), sums)  # of a row that sees nothing
         staged[...] = (mixed / _across(sums)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         tile, head = cuts[block, CUT_TILE], cuts[block, CUT_HEAD]

@@ -188,7 +188,7 @@ def compute(shape: GpuShape, ref: Refs, warpgroup: Scalar, interpret: bool, piec
 
     @pl.when(whole)
     def _() -> None:
-        shrink = 1.0 / total
+        shrink = 1.0 / jnp.where(total == 0, splat(1.0), total)  # zeros for a row that sees nothing
         for lane_tile, each in enumerate(acc):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staged = ref.result.at[warpgroup]

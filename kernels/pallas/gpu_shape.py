@@ -36,10 +36,11 @@ class GpuTiles:
     def __post_init__(self) -> None:
         if self.tile_tokens not in (None, 64, 128):
             raise ValueError(f"tile_tokens={self.tile_tokens}: a tile holds 64 or 128 keys")
-        for name in ("blocks", "stages"):
+        # With one stage two warpgroups that take turns would wait for each other.
+        for name, least in (("blocks", 1), ("stages", 2)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: expected a positive integer")
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name}={value!r}: expected an integer from {least} on")
 
 
 def multiprocessors(device_kind: str) -> int:

@@ -66,7 +66,7 @@ def ranges_of(
         image_rule=image_rule,
         kv_len=kv_lens[places.sequences],
     )
-    return Ranges(jnp.where(places.real, first, 0), jnp.where(places.real, end, 0))
+    return Ranges(jnp.where(places.real, first, 0), jnp.where(places.real, jnp.maximum(end, 0), 0))
 
 
 def decode_work(ranges: Ranges, count: Int32[Array, ""], seqs: int, shape: GpuShape) -> Work:
