@@ -172,7 +172,8 @@ def ragged_paged_attention(
         sinks: one logit per query head, added to the softmax's denominator.
         image_spans: per token, absolute `(start, end)` of the image it belongs to, which contains
             it; empty for text. An image's tokens see each other in both directions; see
-            `kernels/mask.py` for `image_rule` ("clamp" or "extend"; "none" ignores the spans and refuses them).
+            `kernels/mask.py` for `image_rule` ("clamp" or "extend"; "none" ignores the spans and
+            refuses them).
         causal: False lets every query see later keys too (within `|q - k| < W`).
         first_page: page index that column 0 of the table stands for, so that a window group's
             table may hold live pages only. Default 0.

@@ -50,9 +50,7 @@ def _cells(row: Capabilities) -> dict[str, str]:
         "what": row.what,
         "platforms": platforms,
         "sliding window": flag(row.sliding_window),
-        "soft cap": flag(row.soft_cap)
-        if row.max_soft_cap is ANY
-        else f"to {row.max_soft_cap:,.0f}",
+        "soft cap": flag(row.soft_cap) + ("" if cap is ANY else f" (up to {cap:,.0f})"),
         "sinks": flag(row.sinks),
         "image spans": names(tuple(rule for rule in row.image_rules if rule != "none")),
         "not causal": flag(row.non_causal),

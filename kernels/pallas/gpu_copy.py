@@ -1,5 +1,7 @@
 """The copying warpgroup: keys and values, page by page, to the ring of key tiles."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -12,15 +14,13 @@ from jaxattn.kernels.pallas.gpu_work import LIVE_TO, SEQUENCE, START
 
 def copy(shape: GpuShape, ref: Refs, piece: Piece) -> None:
     """The copying warpgroup's part of a piece."""
-    sequence = ref.tiles[piece.tile, SEQUENCE]
-    start = ref.tiles[piece.tile, START]
-    stop = ref.tiles[piece.tile, LIVE_TO]
-    first_page = ref.first_page[sequence]
     kv_head = kv_head_of(shape, piece)
     page_size, width = shape.layout.page_size, ref.table.shape[1]
 
     def page_of(token: Scalar) -> Scalar:
-        column = lax.div(token, jnp.int32(page_size)) - first_page
+        # Loaded again for each page: the first load brings them near.
+        sequence, stop = ref.tiles[piece.tile, SEQUENCE], ref.tiles[piece.tile, LIVE_TO]
+        column = lax.div(token, jnp.int32(page_size)) - ref.first_page[sequence]
         inside = (token < stop) & (0 <= column) & (column < width)
         return jnp.where(inside, ref.table[sequence, jnp.clip(column, 0, width - 1)], 0)
 
@@ -35,7 +35,7 @@ def copy(shape: GpuShape, ref: Refs, piece: Piece) -> None:
     def _(index: Scalar) -> None:
         position = piece.position + index
         slot = lax.rem(position, jnp.int32(shape.stages))
-        token = start + (piece.key_tile + index) * shape.tile_tokens
+        token = ref.tiles[piece.tile, START] + (piece.key_tile + index) * shape.tile_tokens
 
         wait_for_slot(shape, ref, position)
 
@@ -43,7 +43,7 @@ def copy(shape: GpuShape, ref: Refs, piece: Piece) -> None:
         def _(number: Scalar) -> None:
             first = pl.multiple_of(number * shape.page_tokens, shape.page_tokens)
             inside, page = pl.ds(first, shape.page_tokens), page_of(token + first)
-            offset = jnp.int32(0)
+            offset: Any = 0
             if page_size > shape.page_tokens:
                 offset = lax.rem(token + first, jnp.int32(page_size))
             row = pl.multiple_of(page * page_size + offset, shape.page_tokens)
