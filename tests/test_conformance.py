@@ -279,8 +279,15 @@ def test_an_empty_step(row):
     check_pool(case, pages)
 
 
-@pytest.mark.parametrize("window", [5, None])
-@pytest.mark.parametrize(("row", "take"), cells(takes))
+def takes_and_windows(row):
+    """One window by default on a GPU, whose interpreter is the slowest."""
+    for name, take, slow in takes(row):
+        for window in (5, None):
+            late = row.backend == "pallas_gpu" and window is None
+            yield f"{name}{window}", take, window, slow or late
+
+
+@pytest.mark.parametrize(("row", "take", "window"), cells(takes_and_windows))
 def test_chunks_equal_one_shot(row, take, window):
     """Chunk sizes 1 to 3 W; the pages travel from chunk to chunk."""
     length = 31

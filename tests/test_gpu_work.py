@@ -95,7 +95,7 @@ def check(work, shape):
 lengths = st.lists(st.integers(1, 900), min_size=1, max_size=7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths, st.integers(1, 9), st.sampled_from([None, 1, 100, 513]))
 def test_decode_shares(lens, blocks, window):
     shape = shape_of(True, blocks)
@@ -110,7 +110,7 @@ def test_decode_shares(lens, blocks, window):
     assert (first - tiles[:, START] < 16).all()  # nothing below the window's own page is visited
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 500)), min_size=1, max_size=5),
     st.integers(0, 2),

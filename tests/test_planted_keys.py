@@ -39,7 +39,7 @@ def page_sizes_of(row):
     """The page sizes that a row is tested with, and how many values of each list."""
     for name, take, slow in takes(row):
         for page_size in PAGE_SIZES if runs_here(row) else SMALL_AND_LARGE[row.backend]:
-            yield f"{name}{page_size}", page_size, take, slow
+            yield f"{name}{page_size}", page_size, take, slow or page_size == 64
 
 
 page_sizes = pytest.mark.parametrize(("row", "page_size", "take"), cells(page_sizes_of))
