@@ -134,7 +134,9 @@ def features_and_windows(row):
         if not windows or not {"causal", "soft_cap"}.isdisjoint(features):  # and "everything"
             windows.append(None)
         for window in windows:
-            yield f"{name} {window}", features, images, window, not window and name != "everything"
+            slow = not window and name != "everything"
+            slow |= row.backend == "pallas_gpu" and images and "causal" in features
+            yield f"{name} {window}", features, images, window, slow
 
 
 def page_sizes(*cases):

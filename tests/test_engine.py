@@ -503,7 +503,11 @@ def test_wrong_prompts(engine, prompt, message):
             UnsupportedAttentionError,
             r"pallas_tpu: on cpu \(cpu\): supported: platform tpu",
         ),
-        ({"backend": "pallas_gpu"}, UnsupportedAttentionError, "pallas_gpu.*not yet"),
+        (
+            {"backend": "pallas_gpu"},
+            UnsupportedAttentionError,
+            r"pallas_gpu: on cpu \(cpu\): supported: platform gpu",
+        ),
     ],
 )
 def test_wrong_options_are_refused_at_construction(options, error, message, monkeypatch):
