@@ -24,6 +24,7 @@ import jax
 from benchmarks.cpu import machine
 from benchmarks.engine_runs import MAX_NUM_SEQS, RUNS, Record
 from benchmarks.host_cost import CONTEXTS, host_cost
+from benchmarks.tables import markdown_table
 from benchmarks.workload import NEW_TOKENS, NUM_REQUESTS, PROMPT_TOKENS, mixed
 from jaxattn.models.gemma3.checkpoint import resolve_model
 
@@ -54,8 +55,7 @@ def _json(command: list[str], **environment: str) -> dict[str, Any]:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_table(header, rows))
 
 
 def throughput_table(runs: list[Record], peers: list[dict[str, Any]]) -> str:

@@ -22,6 +22,8 @@ from typing import Any
 
 from benchmarks.sass import Kernel, read_kernels
 from benchmarks.tpu_aot import Case
+from jaxattn.kernels.pallas.gpu_shape import SMEM_BYTES, multiprocessors
+from jaxattn.registry import GPUS as KNOWN_GPUS
 
 ROOT = Path(__file__).parent.parent
 ERROR_CHARS = 600
@@ -72,16 +74,20 @@ class Gpu:
         """
 
 
+def _gpu(target: str, **sizes: int) -> Gpu:
+    """What the project says of a chip, and what it has no use for."""
+    name, compute_capability = KNOWN_GPUS[target]
+    return Gpu(
+        name=name,
+        compute_capability=compute_capability,
+        multiprocessors=multiprocessors(name),
+        smem_bytes=SMEM_BYTES,
+        **sizes,
+    )
+
+
 GPUS = {
-    "h100": Gpu(
-        name="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        multiprocessors=132,
-        smem_bytes=227 * 1024,
-        l2_bytes=50 * 2**20,
-        hbm_bytes=80 * 10**9,
-        hbm_bytes_per_s=3_352 * 10**9,
-    ),
+    "h100": _gpu("h100", l2_bytes=50 * 2**20, hbm_bytes=80 * 10**9, hbm_bytes_per_s=3_352 * 10**9),
 }
 
 

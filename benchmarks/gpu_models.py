@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu_aot import CUSTOM_CALL, GPUS, Compiled, GpuCompilerMissingError, compile_cases
-from benchmarks.gpu_schedule import LAUNCHED, TARGET, markdown_table, versions
+from benchmarks.gpu_schedule import LAUNCHED, TARGET, versions
 from benchmarks.gpu_shapes import BACKEND
+from benchmarks.tables import markdown_table
 from benchmarks.tpu_aot import Case
 
 LAYERS = 6

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.clock import Deadline, copy_bandwidth, matrix_rate
 from benchmarks.gpu_batches import Work
-from benchmarks.gpu_clock import Deadline, copy_bandwidth, matrix_rate
 from benchmarks.gpu_numerics import CHUNK, SMALL_CHUNK, TOLERANCE, small, verdict
 from benchmarks.gpu_rivals import RIVALS, measured
 from benchmarks.gpu_shapes import ROWS, Row
@@ -25,6 +25,7 @@ from benchmarks.gpu_times import (
     Device,
     call_seconds,
 )
+from benchmarks.tables import markdown_table
 from jaxattn import Target
 
 MINUTES = 10.0
@@ -60,8 +61,7 @@ class Page:
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = (header, ("---",) * len(header), *rows) if rows else ()
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(markdown_table(header, rows)) if rows else ""
 
 
 def _show(table: list[tuple[str, ...]], *cells: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.clock import REPEATS, chained, timed
 from benchmarks.gpu_batches import Work
-from benchmarks.gpu_clock import REPEATS, chained, timed
 from benchmarks.gpu_shapes import Row
 
 STEPS = 10

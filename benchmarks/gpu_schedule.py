@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.gpu_aot import GPUS, Compiled, GpuCompilerMissingError, compile_cases
 from benchmarks.gpu_shapes import POOL_TOKENS, QUERY_DTYPE, ROWS, SEQS, TOKENS, Row
 from benchmarks.sass import Kernel
+from benchmarks.tables import markdown_table
 from jaxattn.kernels.pallas.gpu_shape import GpuShape
 
 HERE = Path(__file__)
@@ -204,11 +205,6 @@ def program_row(result: Result) -> tuple[str, ...]:
         f"{len(compiled.launches)}",
         *(f"{size / 2**20:,.1f}" for size in sizes),
     )
-
-
-def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a table."""
-    return ["| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)]
 
 
 def versions() -> str:

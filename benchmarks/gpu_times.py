@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.clock import Deadline, chained, timed
 from benchmarks.gpu_batches import Work, large
-from benchmarks.gpu_clock import Deadline, chained, timed
 from benchmarks.gpu_shapes import QUERY_DTYPE, Row, attention
 
 TABLE_TOKENS = 131_072

@@ -9,18 +9,17 @@ Times stand beside the bandwidth that a plain copy reaches on the same chip, mea
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.clock import REPEATS, chained, copy_bandwidth, timed
 from benchmarks.tpu_shapes import DTYPE, LAYERS, Layer
 from jaxattn import Target, kv_pages_shape, ragged_paged_attention
 from jaxattn.kernels.pallas.tiles import chip_of
@@ -28,9 +27,8 @@ from jaxattn.kernels.pallas.tiles import chip_of
 INTERPRETED = "v6e"  # the chip whose tiles are chosen in the interpreter
 PAGE_SIZE = 16
 SEQS, CONTEXT, CHUNK = 64, 4096, 4096  # of the timings
-REPEATS, STEPS = 5, 20  # a time is a median of REPEATS runs of STEPS steps
+STEPS = 20  # a time is a median of REPEATS runs of STEPS steps
 TOLERANCE = 4e-2  # one step of bfloat16 for outputs from 4 to 8 is 0.031
-COPY_BYTES = 2**30
 
 
 def noise(shape: tuple[int, ...]) -> jax.Array:
@@ -119,41 +117,14 @@ def numerics(options: dict[str, Any]) -> tuple[list[str], bool]:
     return lines, good
 
 
-def seconds(run: Callable, state: Any) -> float:
-    """Seconds of one of STEPS steps; `run(state)` takes STEPS of them and donates its state."""
-    state = jax.block_until_ready(run(state))
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        state = jax.block_until_ready(run(state))
-        times.append(time.perf_counter() - start)
-    return median(times) / STEPS
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second read and written by adding one to 1 GiB."""
-
-    @partial(jax.jit, donate_argnums=0)
-    def run(data: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, STEPS, lambda _, data: data + 1, data)
-
-    return 2 * COPY_BYTES / seconds(run, jnp.zeros(COPY_BYTES // 4, jnp.int32))
-
-
 def step_seconds(layer: Layer, window: int | None, lengths: list[tuple[int, int]]) -> float:
     """Seconds of one call; each call's output is the next one's queries."""
     decode = len(lengths) if all(q_len == 1 for q_len, _ in lengths) else 0
     queries, keys, values, pages, *rest = batch(layer, lengths, decode, ones)
     call = attention(layer, window, "pallas_tpu")
 
-    @partial(jax.jit, donate_argnums=0)
-    def run(state: tuple) -> tuple:
-        def step(_: Any, state: tuple) -> tuple:
-            return call(state[0], keys, values, state[1], *rest)
-
-        return jax.lax.fori_loop(0, STEPS, step, state)
-
-    return seconds(run, (queries, pages))
+    run = chained(lambda state: call(state[0], keys, values, state[1], *rest), STEPS)
+    return timed(run, (queries, pages), STEPS)[0]
 
 
 def timings(copy: float) -> list[str]:

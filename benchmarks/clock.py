@@ -1,4 +1,4 @@
-"""Times on a GPU, and what a plain copy and a plain matrix product reach there."""
+"""Times on a device, and what a plain copy and a plain matrix product reach there."""
 
 import time
 from collections.abc import Callable
