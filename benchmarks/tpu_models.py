@@ -30,10 +30,10 @@ from jaxattn.cache.state import cache_shapes
 from jaxattn.engine.runner import HEADS
 from jaxattn.engine.sampler import Asked, ParamTable
 from jaxattn.engine.step import Buffers, StepInputs, make_step
-from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
 from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.models.gemma3.weights import expected_shapes
 from jaxattn.sharding import pages_sharding
 
 DTYPE = jnp.dtype(jnp.bfloat16)

@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 
 from jaxattn.engine.devices import make_mesh, place_weights
 from jaxattn.engine.runner import DATA, HEADS
-from jaxattn.models.gemma3.model import Gemma3, random_weights
+from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.models.gemma3.weights import random_weights
 from jaxattn.sampling import SamplingParams
 from tests import tiny_model
 from tests.tiny_model import VOCAB, PlainText

@@ -13,14 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxattn.models.gemma3 import checkpoint, packaged
-from jaxattn.models.gemma3.checkpoint import (
-    expected_shapes,
-    load_config,
-    load_weights,
-    resolve_model,
-)
+from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
 from jaxattn.models.gemma3.config import CONFIGS, Gemma3Config, UnsupportedModelError
 from jaxattn.models.gemma3.errors import CheckpointError
+from jaxattn.models.gemma3.weights import expected_shapes
 from tests.tiny_checkpoints import (
     CONFIG,
     CONFIG_JSON,

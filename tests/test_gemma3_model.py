@@ -13,9 +13,9 @@ from jaxattn import group_layers, init_cache
 from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.sizing import table_width, worst_demand
-from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
-from jaxattn.models.gemma3.model import Gemma3, layer_specs, random_weights
+from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.models.gemma3.weights import expected_shapes, random_weights
 from tests.single_sequence import SingleSequence
 
 WINDOW = 8

@@ -11,8 +11,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.numpy import save_file
 
-from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
+from jaxattn.models.gemma3.weights import expected_shapes
 from tests.tiny_model import vocabulary
 
 VOCAB = len(vocabulary()[0])

@@ -1,6 +1,6 @@
 """From a GGUF file or a Hugging Face folder to the model's weights, tensor by tensor.
 
-Both formats become one flat dict, named and shaped by `expected_shapes`. Every tensor of the file
+Both formats become one flat dict, named and shaped by `weight_table`. Every tensor of the file
 is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
 Blocks of rows are converted by a few threads, straight into their place, so that the peak is the
 weights as kept plus a few blocks.
@@ -29,10 +29,10 @@ from jaxattn.models.gemma3.errors import CheckpointError
 from jaxattn.models.gemma3.gguf import GGUFFile
 from jaxattn.models.gemma3.huggingface import HuggingFaceFolder
 from jaxattn.models.gemma3.packaged import packaged_gguf
+from jaxattn.models.gemma3.weights import expected_shapes, weight_table
 
 _BLOCK_BYTES = 8 * 2**20  # of float32, what a thread converts at a time
 _THREADS = min(4, os.cpu_count() or 1)
-_NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 WeightDtype = Literal["float32", "bfloat16"]
 Progress = Callable[[int, int], None]  # (blocks of rows loaded, blocks in all)
@@ -56,34 +56,6 @@ class _Names:
 
     of: dict[str, str]
     norm_offset: float  # 1 where the file stores 1 + w
-
-
-def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the text model's weights; matrices are `[out, in]`.
-
-    Norms hold the w of `1 + w`. The head is the embedding.
-    """
-    embed, mlp, head = config.embed_dim, config.mlp_dim, config.head_dim
-    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, embed)}
-    for index in range(config.num_layers):
-        layer = {
-            "attn_norm": (embed,),
-            "q": (queries, embed),
-            "k": (keys, embed),
-            "v": (keys, embed),
-            "o": (embed, queries),
-            "q_norm": (head,),
-            "k_norm": (head,),
-            "post_attn_norm": (embed,),
-            "mlp_norm": (embed,),
-            "gate": (mlp, embed),
-            "up": (mlp, embed),
-            "down": (embed, mlp),
-            "post_mlp_norm": (embed,),
-        }
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"final_norm": (embed,)}
 
 
 def resolve_model(model: str) -> Path:
@@ -122,25 +94,25 @@ def load_weights(
     """
     kept = _numpy_dtype(dtype)
     checkpoint, config, names = _open(Path(path))
-    shapes = expected_shapes(config)
-    _check_names(checkpoint, names, shapes)
+    table = weight_table(config)
+    _check_names(checkpoint, names, expected_shapes(config))
     weights = {
-        name: _aligned(shape, np.dtype(np.float32) if _is_norm(name) else kept)
-        for name, shape in shapes.items()
+        name: _aligned(weight.shape, np.dtype(np.float32) if weight.norm else kept)
+        for name, weight in table.items()
     }
     not_finite = set()
 
     def fill(block: tuple[str, slice]) -> None:
         name, rows = block
-        target = weights[name].reshape(-1, shapes[name][-1])
-        offset = np.float32(names.norm_offset if _is_norm(name) else 0)
+        target = weights[name].reshape(-1, table[name].shape[-1])
+        offset = np.float32(names.norm_offset if table[name].norm else 0)
         with np.errstate(all="ignore"):  # a damaged scale is reported below
             for where, values in checkpoint.rows(names.of[name], rows):
                 if not np.isfinite(values).all():
                     not_finite.add(names.of[name])
                 target[where] = values - offset if offset else values
 
-    blocks = [(name, rows) for name, shape in shapes.items() for rows in _row_blocks(shape)]
+    blocks = [(name, rows) for name, weight in table.items() for rows in _row_blocks(weight.shape)]
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             for count, _ in enumerate(pool.map(fill, blocks), start=1):
@@ -166,10 +138,6 @@ def _row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     step = max(1, _BLOCK_BYTES // (4 * shape[-1]))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
-
-
-def _is_norm(name: str) -> bool:
-    return name == "final_norm" or name.rpartition(".")[2] in _NORMS
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -11,10 +10,10 @@ from jaxtyping import Array, Float, Int32
 from jaxattn.batch import RaggedBatch
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState
-from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.layers import Block, RMSNorm
 from jaxattn.models.gemma3.linear import project
+from jaxattn.models.gemma3.weights import expected_shapes
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
@@ -85,18 +84,6 @@ class Gemma3(nnx.Module):
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32, from the tied embedding."""
         return project(hidden, self.embed[...], jnp.dtype(jnp.float32))
-
-
-def random_weights(
-    config: Gemma3Config, key: Array, dtype: str = "float32", scale: float = 0.02
-) -> dict[str, Array]:
-    """Normal random weights of the right names and shapes, for tests and shape checks."""
-    shapes = expected_shapes(config)
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: scale * jax.random.normal(each, shape, jnp.dtype(dtype))
-        for each, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
 
 
 def _of_layer(weights: dict[str, Array], index: int) -> dict[str, Array]:

@@ -1,17 +1,16 @@
-"""How Gemma 3's weights are cut over devices that share the heads."""
+"""How Gemma 3's weights are cut over devices that share the heads: rules as data."""
 
 from jax.sharding import PartitionSpec
 
-from jaxattn.models.gemma3.checkpoint import expected_shapes
 from jaxattn.models.gemma3.config import Gemma3Config
+from jaxattn.models.gemma3.weights import Axis, weight_table
 
-# Which axis of a weight `[out, in]` is cut: heads, hidden units, vocabulary. What is not named
-# (norms) is on every device.
-_CUT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "embed": 0}
+# Logical axes that are cut; the others are whole on every device.
+RULES: frozenset[Axis] = frozenset({"vocab", "q_heads", "kv_heads", "mlp"})
 
 
 def weight_specs(config: Gemma3Config, axis: str, size: int) -> dict[str, PartitionSpec]:
-    """The cut of every weight of `expected_shapes(config)` over mesh axis `axis` of `size` devices.
+    """The cut of every weight over mesh axis `axis` of `size` devices.
 
     Raises ValueError if heads, hidden units or vocabulary are not a multiple of `size`.
     """
@@ -27,8 +26,7 @@ def weight_specs(config: Gemma3Config, axis: str, size: int) -> dict[str, Partit
             raise ValueError(
                 f"{count} {name} cannot be shared by {size} devices; {max(fitting)} could"
             )
-    specs = {}
-    for name, shape in expected_shapes(config).items():
-        cut = _CUT.get(name.rpartition(".")[2])
-        specs[name] = PartitionSpec(*(axis if n == cut else None for n in range(len(shape))))
-    return specs
+    return {
+        name: PartitionSpec(*(axis if each in RULES else None for each in weight.axes))
+        for name, weight in weight_table(config).items()
+    }
