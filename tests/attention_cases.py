@@ -88,6 +88,17 @@ def cells(generate):
     ]
 
 
+def choices(values, on_gpu):
+    """A generator for `cells`: all values; on a GPU, whose interpreter is the slowest, only those
+    of `on_gpu` by default."""
+
+    def each(row):
+        for value in values:
+            yield str(value), value, row.backend == "pallas_gpu" and value not in on_gpu
+
+    return each
+
+
 def interpreted(backend, page_size, kv_dtype="float32", mode="eager"):
     """Options that run a Pallas backend on a CPU; none for a backend that is at home here.
 

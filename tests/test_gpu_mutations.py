@@ -139,10 +139,7 @@ MUTATIONS = {
 }
 BY_DEFAULT = {
     "values are not awaited",
-    "a slot is filled while it is read",
     "keys of another slot",
-    "dead values are not cleared",
-    "one key too few at the start",
     "a window too long by one",
     "the last part of a cut head is forgotten",
 }
