@@ -64,7 +64,7 @@ def whole_step(
     `layers`: only so many of the model's.
     """
     config = CONFIGS[model]
-    config = dataclasses.replace(config, layers=config.layers[:layers])
+    config = dataclasses.replace(config, layers=config.layers[:layers], vision=None)
     mesh = Mesh(np.array(devices[:chips]), (HEADS,), axis_types=(AxisType.Auto,))
 
     def placed(leaf: Any, spec: Any = WHOLE) -> jax.ShapeDtypeStruct:

@@ -124,6 +124,12 @@ def check_positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name}={value}: expected at least 1")
 
 
+def check_positive_float(name: str, value: object) -> None:
+    """Raise unless `value` is a positive, finite Python float."""
+    if not isinstance(value, float) or not (isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r}: expected a positive, finite float")
+
+
 def check_sliding_window(value: object) -> None:
     """Raise unless `value` is `None` or a Python int of at least 1: no -1, no 0, no pair."""
     if value is None:

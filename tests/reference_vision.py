@@ -58,4 +58,3 @@ if __name__ == "__main__":
         arrays = reference(name, images)
         np.savez_compressed(DATA / f"{name}_{images}.npz", **arrays)
         print(name, images, {key: array.shape for key, array in arrays.items()})
-        print("  logits std", arrays["logits"].std(), "embeds std", arrays["image_embeddings"].std())

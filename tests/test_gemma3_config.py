@@ -9,6 +9,7 @@ from transformers import Gemma3TextConfig as HuggingFaceTextConfig
 
 from jaxattn.models.gemma3.config import (
     CONFIGS,
+    Gemma3Config,
     Gemma3Layer,
     UnsupportedModelError,
     from_gguf,
@@ -34,6 +35,20 @@ GLOBAL_LAYERS = {
 }
 SIZES = sorted(PUBLISHED)
 MULTIMODAL = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
+VISION_JSON = {  # what the published config.json files hold, all three the same
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+
+
+def text_only(size: str) -> Gemma3Config:
+    return replace(CONFIGS[size], vision=None)
 
 
 def layer_types(size: str) -> list[str]:
@@ -100,14 +115,14 @@ def test_published_sizes_layer_by_layer(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_transformers_v4_text(size):
-    assert from_hf(v4_text_json(size)) == CONFIGS[size]
+    assert from_hf(v4_text_json(size)) == text_only(size)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_transformers_v4_with_layer_types(size):
     values = v4_text_json(size) | {"layer_types": layer_types(size), "_sliding_window_pattern": 6}
     del values["sliding_window_pattern"]
-    assert from_hf(values) == CONFIGS[size]
+    assert from_hf(values) == text_only(size)
 
 
 # What the published multimodal config.json files hold; the rest are transformers' defaults.
@@ -130,7 +145,7 @@ def test_transformers_v4_multimodal_with_few_keys(size):
         "model_type": "gemma3_text",
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }
-    values = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    values = {"model_type": "gemma3", "text_config": text, "vision_config": VISION_JSON}
     assert from_hf(values) == CONFIGS[size]
 
 
@@ -148,14 +163,18 @@ def v5_rope(size: str) -> dict[str, Any]:
 def test_transformers_v5_text(size):
     theirs = HuggingFaceTextConfig(**text_json(size), rope_parameters=v5_rope(size)).to_dict()
     assert theirs["layer_types"] == layer_types(size)
-    assert from_hf(json.loads(json.dumps(theirs))) == CONFIGS[size]
+    assert from_hf(json.loads(json.dumps(theirs))) == text_only(size)
 
 
 @pytest.mark.parametrize("size", MULTIMODAL)
-def test_transformers_v5_multimodal(size):
+def test_transformers_v5_multimodal(size, tmp_path):
     text = text_json(size) | {"rope_parameters": v5_rope(size)}
-    theirs = HuggingFaceConfig(text_config=text).to_dict()
-    assert from_hf(json.loads(json.dumps(theirs))) == CONFIGS[size]
+    theirs = HuggingFaceConfig(text_config=text, vision_config=VISION_JSON)
+    assert from_hf(json.loads(json.dumps(theirs.to_dict()))) == CONFIGS[size]
+    theirs.save_pretrained(tmp_path)  # leaves out what is transformers' default
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert from_hf(saved) == CONFIGS[size]
+    assert from_hf(saved, images=False) == text_only(size)
 
 
 def test_missing_keys_have_the_defaults_of_transformers():
@@ -233,7 +252,7 @@ def gguf_metadata(size: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gguf(size):
-    assert from_gguf(gguf_metadata(size)) == CONFIGS[size]
+    assert from_gguf(gguf_metadata(size)) == text_only(size)
 
 
 def test_gguf_of_the_real_270m():

@@ -9,7 +9,8 @@ weights as kept plus a few blocks.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -44,18 +45,27 @@ class Checkpoint(Protocol):
     path: Path
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor that the text model may use, by the file's own name."""
+        """Shape of every tensor that the model may use, by the file's own name."""
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, in one piece or more (a vector is one row)."""
 
 
 @dataclass(frozen=True)
+class _Turned:
+    """A tensor that a file stores with its axes in another order than `weight_table`."""
+
+    stored: tuple[int, ...]  # its shape there
+    axes: tuple[int, ...]  # to be transposed so, then reshaped
+
+
+@dataclass(frozen=True)
 class _Names:
-    """A format's names: for each canonical name the file's, and what norms hold there."""
+    """A format's names: for each canonical name the file's, and how it stores what it names."""
 
     of: dict[str, str]
     norm_offset: float  # 1 where the file stores 1 + w
+    turned: dict[str, _Turned] = field(default_factory=dict)
 
 
 def resolve_model(model: str) -> Path:
@@ -73,19 +83,28 @@ def resolve_model(model: str) -> Path:
     raise ValueError(f"{model!r} is neither a file nor a folder nor a known name ('gemma-3-270m')")
 
 
-def load_config(model: str) -> Gemma3Config:
-    """The config of a known name, or of a checkpoint, without its weights."""
+def load_config(model: str, *, images: bool = True) -> Gemma3Config:
+    """The config of a known name, or of a checkpoint, without its weights.
+
+    `images=False`: without a vision tower. A GGUF file never has one.
+    """
     if model in CONFIGS:
-        return CONFIGS[model]
+        return CONFIGS[model] if images else replace(CONFIGS[model], vision=None)
     if not Path(model).expanduser().exists():
         raise ValueError(f"{model!r} is neither a file nor a folder nor one of {list(CONFIGS)}")
-    return _open(resolve_model(model))[1]
+    return _open(resolve_model(model), images)[1]
 
 
 def load_weights(
-    path: str | os.PathLike[str], *, dtype: WeightDtype, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: WeightDtype,
+    images: bool = True,
+    progress: Progress | None = None,
 ) -> tuple[Gemma3Config, dict[str, np.ndarray]]:
-    """Config and weights of a checkpoint. Matrices in `dtype`, norms in float32.
+    """Config and weights of a checkpoint. Matrices in `dtype`, norms and biases in float32.
+
+    `images=False`: the text model alone of a folder that also has a vision tower.
 
     The arrays begin on 64-byte boundaries: `jax.device_put` takes them on CPU without a copy.
 
@@ -93,26 +112,37 @@ def load_weights(
     not finite, or for a damaged file; UnsupportedModelError for another model.
     """
     kept = _numpy_dtype(dtype)
-    checkpoint, config, names = _open(Path(path))
+    checkpoint, config, names = _open(Path(path), images)
     table = weight_table(config)
-    _check_names(checkpoint, names, expected_shapes(config))
+    stored = expected_shapes(config) | {name: each.stored for name, each in names.turned.items()}
+    _check_names(checkpoint, names, stored)
     weights = {
-        name: _aligned(weight.shape, np.dtype(np.float32) if weight.norm else kept)
+        name: _aligned(weight.shape, np.dtype(np.float32) if weight.wide else kept)
         for name, weight in table.items()
     }
     not_finite = set()
 
     def fill(block: tuple[str, slice]) -> None:
         name, rows = block
-        target = weights[name].reshape(-1, table[name].shape[-1])
+        shape, turned = table[name].shape, names.turned.get(name)
+        target = weights[name].reshape(-1, shape[-1])
         offset = np.float32(names.norm_offset if table[name].norm else 0)
         with np.errstate(all="ignore"):  # a damaged scale is reported below
             for where, values in checkpoint.rows(names.of[name], rows):
                 if not np.isfinite(values).all():
                     not_finite.add(names.of[name])
-                target[where] = values - offset if offset else values
+                if turned is None:
+                    target[where] = values - offset if offset else values
+                else:  # read whole
+                    target[:] = values.transpose(turned.axes).reshape(shape)
 
-    blocks = [(name, rows) for name, weight in table.items() for rows in _row_blocks(weight.shape)]
+    blocks = [
+        (name, rows)
+        for name, weight in table.items()
+        for rows in (
+            [slice(0, stored[name][0])] if name in names.turned else _row_blocks(weight.shape)
+        )
+    ]
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             for count, _ in enumerate(pool.map(fill, blocks), start=1):
@@ -148,11 +178,13 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _open(path: Path) -> tuple[Checkpoint, Gemma3Config, _Names]:
+def _open(path: Path, images: bool) -> tuple[Checkpoint, Gemma3Config, _Names]:
     if path.is_dir():
-        folder = HuggingFaceFolder(path)
-        config = _config_of(path, from_hf, folder.config)
-        return folder, config, _Names(_huggingface_names(config, folder.prefix), 0.0)
+        folder = HuggingFaceFolder(path, images=images)
+        config = _config_of(path, partial(from_hf, images=images), folder.config)
+        names = _huggingface_names(config, folder.prefix)
+        names |= _vision_names(config, folder.tower_prefix, folder.projector_prefix)
+        return folder, config, _Names(names, 0.0, _turned_vision(config))
     file = GGUFFile(path)
     config = _config_of(path, from_gguf, file.metadata)
     return file, config, _Names(_gguf_names(config), 1.0)
@@ -238,3 +270,46 @@ def _huggingface_names(config: Gemma3Config, prefix: str) -> dict[str, str]:
             for ours, theirs in layer.items()
         }
     return names
+
+
+def _vision_names(config: Gemma3Config, tower: str, projector: str) -> dict[str, str]:
+    if config.vision is None:
+        return {}
+    modules = {
+        "patch": "embeddings.patch_embedding",
+        "final_norm": "post_layernorm",
+    }
+    layer = {
+        "attn_norm": "layer_norm1",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.out_proj",
+        "mlp_norm": "layer_norm2",
+        "up": "mlp.fc1",
+        "down": "mlp.fc2",
+    }
+    for index in range(config.vision.num_layers):
+        modules |= {
+            f"layers.{index}.{ours}": f"encoder.layers.{index}.{theirs}"
+            for ours, theirs in layer.items()
+        }
+    names = {f"vision.{ours}": f"{tower}{theirs}.weight" for ours, theirs in modules.items()}
+    names |= {f"vision.{ours}_bias": f"{tower}{theirs}.bias" for ours, theirs in modules.items()}
+    return names | {
+        "vision.positions": f"{tower}embeddings.position_embedding.weight",
+        "projector.norm": f"{projector}mm_soft_emb_norm.weight",
+        "projector.out": f"{projector}mm_input_projection_weight",
+    }
+
+
+def _turned_vision(config: Gemma3Config) -> dict[str, _Turned]:
+    """The convolution over patches is `[out, 3, height, width]`, the projection `[in, out]`."""
+    if config.vision is None:
+        return {}
+    vision = config.vision
+    patch = (vision.embed_dim, 3, vision.patch_size, vision.patch_size)
+    return {
+        "vision.patch": _Turned(patch, (0, 2, 3, 1)),
+        "projector.out": _Turned((vision.embed_dim, config.embed_dim), (1, 0)),
+    }

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from jaxattn.models.gemma3.errors import UnsupportedModelError
-from jaxattn.spec import check_positive_int, check_sliding_window
+from jaxattn.models.gemma3.vision_config import VisionConfig as VisionConfig
+from jaxattn.models.gemma3.vision_config import vision_from_hf
+from jaxattn.spec import check_positive_float, check_positive_int, check_sliding_window
 
 GLOBAL_EVERY = 6  # five local layers, then a global one
 MAX_LAYERS = 1024  # more is a damaged file
@@ -31,7 +32,7 @@ class Gemma3Layer:
     def __post_init__(self) -> None:
         check_sliding_window(self.sliding_window)
         for name in ("rope_theta", "rope_factor"):
-            _check_positive(name, getattr(self, name))
+            check_positive_float(name, getattr(self, name))
 
 
 _SIZES = (
@@ -47,7 +48,10 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config:
-    """A text model. `query_scale` multiplies q k: `1 / sqrt(query_pre_attn_scalar)`."""
+    """A text model, and the vision tower in front of it, None without one.
+
+    `query_scale` multiplies q k: `1 / sqrt(query_pre_attn_scalar)`.
+    """
 
     embed_dim: int
     mlp_dim: int
@@ -59,6 +63,7 @@ class Gemma3Config:
     layers: tuple[Gemma3Layer, ...]
     vocab_size: int = VOCAB_SIZE
     rms_norm_eps: float = 1e-6
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -73,17 +78,12 @@ class Gemma3Config:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary embedding needs two halves")
         for name in ("query_scale", "rms_norm_eps"):
-            _check_positive(name, getattr(self, name))
+            check_positive_float(name, getattr(self, name))
 
     @property
     def num_layers(self) -> int:
         """Number of blocks."""
         return len(self.layers)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, float) or not (isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value!r}: expected a positive, finite float")
 
 
 def layer_pattern(
@@ -139,6 +139,7 @@ CONFIGS: dict[str, Gemma3Config] = {
         query_scale=256**-0.5,
         max_position=131_072,
         layers=layer_pattern(34, sliding_window=1024, global_factor=8.0),
+        vision=VisionConfig(),
     ),
     "gemma-3-12b": Gemma3Config(
         embed_dim=3840,
@@ -149,6 +150,7 @@ CONFIGS: dict[str, Gemma3Config] = {
         query_scale=256**-0.5,
         max_position=131_072,
         layers=layer_pattern(48, sliding_window=1024, global_factor=8.0),
+        vision=VisionConfig(),
     ),
     "gemma-3-27b": Gemma3Config(
         embed_dim=5376,
@@ -159,6 +161,7 @@ CONFIGS: dict[str, Gemma3Config] = {
         query_scale=168**-0.5,  # embed_dim / num_q_heads, not head_dim
         max_position=131_072,
         layers=layer_pattern(62, sliding_window=1024, global_factor=8.0),
+        vision=VisionConfig(),
     ),
 }
 
@@ -190,10 +193,11 @@ _HF_ONLY = {  # the values with which our model is the same
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
+def from_hf(config_json: dict[str, Any], *, images: bool = True) -> Gemma3Config:
     """The config of a Hugging Face `config.json`: transformers v4 or v5, text or multimodal.
 
-    The vocabulary of multimodal checkpoints has 64 unused rows (262,208), which are cut off.
+    `images=False` leaves the vision tower out, whatever it is. The vocabulary of multimodal
+    checkpoints has 64 unused rows (262,208), which are cut off.
     Raises UnsupportedModelError for another model, or an option that would change the result.
     """
     text = config_json.get("text_config", config_json)
@@ -227,6 +231,7 @@ def from_hf(config_json: dict[str, Any]) -> Gemma3Config:
         layers=_hf_layers(text, get),
         vocab_size=_without_padding(get("vocab_size")),
         rms_norm_eps=float(get("rms_norm_eps")),
+        vision=vision_from_hf(config_json) if images else None,
     )
 
 
@@ -296,8 +301,8 @@ def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
 
     Most files hold neither the layer pattern, the local rope base nor the query scale; they are
     then the published ones (the scale differs from `1 / sqrt(head_dim)` only in the 62-layer
-    27B). Raises UnsupportedModelError for another model, or an option that would change the
-    result.
+    27B). There is never a vision tower in it. Raises UnsupportedModelError for another model, or
+    an option that would change the result.
     """
     architecture = metadata.get("general.architecture")
     if architecture != "gemma3":

@@ -12,13 +12,14 @@ from jaxattn.models.gemma3.errors import CheckpointError
 
 # Where the text model is: text-only, multimodal (transformers v4), multimodal (v5).
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-# Not the text model's; images are not supported yet.
-_SKIPPED = (
-    "vision_tower.",
-    "multi_modal_projector.",
+# Where the vision tower and its projector are: transformers v5 (older and newer), v4.
+_TOWERS = (
+    "model.vision_tower.vision_model.",
     "model.vision_tower.",
-    "model.multi_modal_projector.",
+    "vision_tower.vision_model.",
+    "vision_tower.",
 )
+_PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
 # Physically there in some checkpoints, though Gemma 3's head is the embedding.
 _TIED = ("lm_head.weight", "language_model.lm_head.weight")
 _DTYPES = ("F32", "F16", "BF16")
@@ -27,11 +28,14 @@ _DTYPES = ("F32", "F16", "BF16")
 class HuggingFaceFolder:
     """A folder's config and tensors. Reads headers; tensors are read when asked for.
 
+    `images=False` passes over the vision tower and its projector.
+
     Raises CheckpointError for files that are missing, damaged or do not fit the index.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, images: bool):
         self.path = path
+        self._skipped = () if images else _TOWERS + _PROJECTORS
         self.config: dict[str, Any] = _read_json(path / "config.json")
         self._file_of, self._shapes = self._index()
         fitting = [
@@ -42,9 +46,16 @@ class HuggingFaceFolder:
                 f"{path}: no tensor is called embed_tokens.weight under any of {_PREFIXES}"
             )
         self.prefix = fitting[0]
+        self.tower_prefix = self._first_in_use(_TOWERS)
+        self.projector_prefix = self._first_in_use(_PROJECTORS)
+
+    def _first_in_use(self, prefixes: tuple[str, ...]) -> str:
+        """The first prefix that any tensor has; without one the first of all."""
+        used = [each for each in prefixes if any(name.startswith(each) for name in self._shapes)]
+        return (used or list(prefixes))[0]
 
     def _index(self) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-        """File and shape of every tensor of the text model."""
+        """File of every tensor, and shape of those that are not passed over."""
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         listed: dict[str, str] | None = None
         if index.is_file():
@@ -64,7 +75,7 @@ class HuggingFaceFolder:
         for name in files:
             for tensor, (shape, dtype) in _read_header(self.path / name).items():
                 file_of[tensor], shapes[tensor] = self.path / name, shape
-                if not _is_skipped(tensor):
+                if tensor not in _TIED and not tensor.startswith(self._skipped):
                     dtypes[tensor] = dtype
         if listed is not None:
             wrong = sorted(
@@ -86,7 +97,7 @@ class HuggingFaceFolder:
         return file_of, {tensor: shapes[tensor] for tensor in dtypes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the text model, without a physical copy of the tied head."""
+        """Shape of every tensor that is not passed over: not a copy of the tied head."""
         return self._shapes
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
@@ -96,10 +107,6 @@ class HuggingFaceFolder:
             stored = file.get_slice(name)
             values = stored[:][None] if len(self._shapes[name]) == 1 else stored[rows]
         yield rows, values.astype(np.float32)
-
-
-def _is_skipped(name: str) -> bool:
-    return name.startswith(_SKIPPED) or name in _TIED
 
 
 def _weight_map(index: Path) -> dict[str, str]:

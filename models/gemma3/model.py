@@ -1,4 +1,4 @@
-"""Gemma 3, text: embedding, blocks, tied head, on the paged cache."""
+"""Gemma 3: embedding, blocks, tied head, on the paged cache; the vision tower in front."""
 
 import math
 from typing import Any
@@ -13,7 +13,8 @@ from jaxattn.cache.state import CacheState
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.layers import Block, RMSNorm
 from jaxattn.models.gemma3.linear import project
-from jaxattn.models.gemma3.weights import expected_shapes
+from jaxattn.models.gemma3.vision import VisionTower
+from jaxattn.models.gemma3.weights import expected_shapes, weights_below
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
@@ -38,7 +39,7 @@ def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple
 
 
 class Gemma3(nnx.Module):
-    """The text model. `weights` are named and shaped as by `expected_shapes(config)`.
+    """The model. `weights` are named and shaped as by `expected_shapes(config)`.
 
     Activations have the dtype of the embedding (float32 or bfloat16); norms, rotary angles,
     attention scores and logits are float32.
@@ -53,10 +54,11 @@ class Gemma3(nnx.Module):
         self.config = config
         self.embed = nnx.Param(weights["embed"])
         self.blocks = nnx.List(
-            Block(_of_layer(weights, index), config, record)
+            Block(weights_below(f"layers.{index}.", weights), config, record)
             for index, record in enumerate(config.layers)
         )
         self.final_norm = RMSNorm(weights["final_norm"], config.rms_norm_eps)
+        self.vision = VisionTower(config, weights) if config.vision else None
 
     def __call__(
         self,
@@ -85,11 +87,13 @@ class Gemma3(nnx.Module):
         """Next-token logits in float32, from the tied embedding."""
         return project(hidden, self.embed[...], jnp.dtype(jnp.float32))
 
-
-def _of_layer(weights: dict[str, Array], index: int) -> dict[str, Array]:
-    prefix = f"layers.{index}."
-    return {
-        name.removeprefix(prefix): array
-        for name, array in weights.items()
-        if name.startswith(prefix)
-    }
+    def encode_images(
+        self, pixels: Float[Array, "images height width 3"]
+    ) -> Float[Array, "images tokens embed"]:
+        """What takes the place of the image tokens' embeddings; see `VisionTower`."""
+        if self.vision is None:
+            raise ValueError(
+                "this model has no vision tower: images need the Hugging Face folder of a 4B, 12B "
+                "or 27B, loaded with images=True"
+            )
+        return self.vision(pixels)

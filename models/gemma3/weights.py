@@ -14,20 +14,36 @@ from jaxtyping import Array
 from jaxattn.models.gemma3.config import Gemma3Config
 
 # What an axis of a weight counts. `sharding.RULES` says which of them are cut over devices.
-Axis = Literal["vocab", "embed", "q_heads", "kv_heads", "head", "mlp"]
+Axis = Literal[
+    "vocab",
+    "embed",
+    "q_heads",
+    "kv_heads",
+    "head",
+    "mlp",
+    "patches",
+    "patch_values",
+    "vision_embed",
+    "vision_heads",
+    "vision_mlp",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """One weight: its shape and what each axis counts.
 
-    `norm`: the w of a gain `1 + w`, kept in float32; the other weights are kept in the model's
-    dtype, and matrices are `[out, in]`.
+    Matrices are `[out, in]`. `norm`: the w of a gain `1 + w`, not the gain itself.
     """
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     norm: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Kept in float32: gains and biases. Matrices are kept in the model's dtype."""
+        return len(self.shape) == 1
 
 
 def weight_table(config: Gemma3Config) -> dict[str, Weight]:
@@ -65,12 +81,65 @@ def weight_table(config: Gemma3Config) -> dict[str, Weight]:
     table = {"embed": matrix("vocab", "embed")}
     for index in range(config.num_layers):
         table |= {f"layers.{index}.{name}": weight for name, weight in layer.items()}
-    return table | {"final_norm": norm("embed")}
+    return table | {"final_norm": norm("embed")} | _vision_table(config)
+
+
+def _vision_table(config: Gemma3Config) -> dict[str, Weight]:
+    """The weights of the vision tower, if there is one, and of its projector."""
+    vision = config.vision
+    if vision is None:
+        return {}
+    sizes: dict[Axis, int] = {
+        "embed": config.embed_dim,
+        "patches": vision.patches_per_side**2,
+        "patch_values": vision.patch_size**2 * 3,  # row by row of pixels, as [height, width, 3]
+        "vision_embed": vision.embed_dim,
+        "vision_heads": vision.embed_dim,
+        "vision_mlp": vision.mlp_dim,
+    }
+
+    def weight(*axes: Axis, norm: bool = False) -> Weight:
+        return Weight(shape=tuple(sizes[axis] for axis in axes), axes=axes, norm=norm)
+
+    def linear(name: str, out: Axis, into: Axis) -> dict[str, Weight]:
+        return {name: weight(out, into), f"{name}_bias": weight(out)}
+
+    def layer_norm(name: str) -> dict[str, Weight]:
+        return {name: weight("vision_embed"), f"{name}_bias": weight("vision_embed")}
+
+    layer = {
+        **layer_norm("attn_norm"),
+        **linear("q", "vision_heads", "vision_embed"),
+        **linear("k", "vision_heads", "vision_embed"),
+        **linear("v", "vision_heads", "vision_embed"),
+        **linear("o", "vision_embed", "vision_heads"),
+        **layer_norm("mlp_norm"),
+        **linear("up", "vision_mlp", "vision_embed"),
+        **linear("down", "vision_embed", "vision_mlp"),
+    }
+    tower = linear("patch", "vision_embed", "patch_values")
+    tower |= {"positions": weight("patches", "vision_embed")}
+    for index in range(vision.num_layers):
+        tower |= {f"layers.{index}.{name}": each for name, each in layer.items()}
+    tower |= layer_norm("final_norm")
+    return {f"vision.{name}": each for name, each in tower.items()} | {
+        "projector.norm": weight("vision_embed", norm=True),
+        "projector.out": weight("embed", "vision_embed"),
+    }
 
 
 def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's weights."""
     return {name: weight.shape for name, weight in weight_table(config).items()}
+
+
+def weights_below(prefix: str, weights: dict[str, Array]) -> dict[str, Array]:
+    """The weights whose names begin with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def random_weights(
