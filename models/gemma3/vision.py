@@ -62,19 +62,27 @@ class VisionBlock(nnx.Module):
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x)), approximate=True))
 
     def _attend(self, x: Float[Array, "patches embed"]) -> Float[Array, "patches embed"]:
-        patches = x.shape[0]
-
-        def heads(
-            projected: Float[Array, "patches flat"],
-        ) -> Float[Array, "heads patches 1 head_dim"]:
-            return jnp.swapaxes(projected.reshape(patches, self.num_heads, 1, -1), 0, 1)
+        def heads(projected: Float[Array, "patches flat"]) -> Float[Array, "heads patches dim"]:
+            return jnp.swapaxes(projected.reshape(x.shape[0], self.num_heads, -1), 0, 1)
 
         # One head at a time: the scores of all would be 1 GiB in float32 (16 x 4096 x 4096).
-        out = jax.lax.map(
-            lambda head: jax.nn.dot_product_attention(*head),
-            (heads(self.q(x)), heads(self.k(x)), heads(self.v(x))),
-        )
-        return self.o(jnp.swapaxes(out[:, :, 0], 0, 1).reshape(patches, -1))
+        out = jax.lax.map(_attend_all, (heads(self.q(x)), heads(self.k(x)), heads(self.v(x))))
+        return self.o(jnp.swapaxes(out, 0, 1).reshape(x.shape))
+
+
+def _attend_all(
+    head: tuple[
+        Float[Array, "patches dim"], Float[Array, "patches dim"], Float[Array, "patches dim"]
+    ],
+) -> Float[Array, "patches dim"]:
+    """Attention of one head in which every patch sees every patch; scores in float32."""
+    queries, keys, values = head
+    wide = jnp.dtype(jnp.float32)
+    scores = project(queries, keys, wide) * queries.shape[1] ** -0.5
+    weights = jax.nn.softmax(scores).astype(values.dtype)
+    return jnp.einsum("qk,kd->qd", weights, values, preferred_element_type=wide).astype(
+        values.dtype
+    )
 
 
 class VisionTower(nnx.Module):
