@@ -12,6 +12,7 @@ from jaxattn.models.gemma3.config import (
     Gemma3Config,
     Gemma3Layer,
     UnsupportedModelError,
+    VisionConfig,
     from_gguf,
     from_hf,
 )
@@ -226,6 +227,75 @@ def test_scaling_in_both_shapes_is_refused():
     values = v4_text_json("gemma-3-4b") | {"rope_parameters": v5_rope("gemma-3-4b")}
     with pytest.raises(UnsupportedModelError, match="both rope_parameters and rope_scaling"):
         from_hf(values)
+
+
+def multimodal_json(vision: Any = VISION_JSON, **others: Any) -> dict[str, Any]:
+    text = v4_text_json("gemma-3-4b")
+    return {"model_type": "gemma3", "text_config": text, "vision_config": vision, **others}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_vision_towers(size):
+    vision = CONFIGS[size].vision
+    if size not in MULTIMODAL:
+        assert vision is None
+        return
+    assert (vision.image_size, vision.patch_size, vision.patches_per_side) == (896, 14, 64)
+    assert (vision.embed_dim, vision.mlp_dim, vision.num_layers) == (1152, 4304, 27)
+    assert (vision.num_heads, vision.layer_norm_eps) == (16, 1e-6)
+    assert (vision.tokens_per_image, vision.tokens_per_side) == (256, 16)
+
+
+def test_keys_that_a_vision_config_leaves_out_have_the_defaults_of_transformers():
+    kept = {"vision_use_head": False, "image_size": 256, "model_type": "siglip_vision_model"}
+    theirs = HuggingFaceConfig(vision_config=kept).to_dict()
+    ours = from_hf(multimodal_json(kept)).vision
+    assert ours == from_hf(json.loads(json.dumps(theirs))).vision
+    assert (ours.patch_size, ours.embed_dim, ours.num_layers) == (16, 768, 12)
+
+
+def test_the_usual_image_tokens():
+    tokens = {"boi_token_index": 255_999, "eoi_token_index": 256_000, "image_token_id": 262_144}
+    config = from_hf(multimodal_json(mm_tokens_per_image=64, **tokens))
+    assert config.vision == VisionConfig(tokens_per_image=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_config": [1]}, r"vision_config=\[1\], expected an object"),
+        ({"boi_token_index": 5}, "boi_token_index=5; Gemma 3's is 255999"),
+        ({"eoi_token_index": 5}, "eoi_token_index=5; Gemma 3's is 256000"),
+        ({"image_token_id": 5}, "image_token_id=5; Gemma 3's is 262144"),
+        ({"vision_config": VISION_JSON | {"model_type": "clip_vision_model"}}, "model_type of vi"),
+        ({"vision_config": VISION_JSON | {"hidden_act": "gelu"}}, "hidden_act of .* is 'gelu'"),
+        ({"vision_config": VISION_JSON | {"num_channels": 1}}, "num_channels of .* is 1"),
+        ({"vision_config": VISION_JSON | {"vision_use_head": True}}, "vision_use_head of .* True"),
+        ({"vision_config": {"hidden_size": 1152}}, "vision_use_head of vision_config is True"),
+    ],
+)
+def test_what_the_tower_lacks_is_refused_by_name(changes, message):
+    values = multimodal_json() | changes
+    with pytest.raises(UnsupportedModelError, match=message):
+        from_hf(values)
+    assert from_hf(values, images=False) == text_only("gemma-3-4b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_size": 900}, "image_size=900 is not a multiple of patch_size=14"),
+        ({"embed_dim": 1150}, "embed_dim=1150 is not a multiple of num_heads=16"),
+        ({"tokens_per_image": 250}, "tokens_per_image=250 is not a square"),
+        ({"tokens_per_image": 9}, "64 patches a side cannot be pooled to 3 tokens a side"),
+        ({"num_layers": 2000}, "vision num_layers=2000: expected at most 1024"),
+        ({"num_heads": 0}, "vision num_heads=0"),
+        ({"layer_norm_eps": 0.0}, r"vision layer_norm_eps=0\.0"),
+    ],
+)
+def test_impossible_towers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        VisionConfig(**changes)
 
 
 def gguf_metadata(size: str) -> dict[str, Any]:

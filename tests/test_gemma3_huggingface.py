@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from jaxattn.models.gemma3.checkpoint import load_weights
 from jaxattn.models.gemma3.errors import CheckpointError
+from tests import tiny_vision
 from tests.tiny_checkpoints import CONFIG, CONFIG_JSON, hf_tensors, random_weights, write_folder
 
 WEIGHTS = random_weights()
@@ -27,6 +28,9 @@ KEYS = [
     "rms_norm_eps", "sliding_window_pattern", "text_config", "tie_word_embeddings",
     "quantization_config",
 ]  # fmt: skip
+
+MULTIMODAL = tiny_vision.CONFIGS["wide_window"]
+VISION_CONFIG = MULTIMODAL["vision_config"]
 
 
 @pytest.fixture
@@ -49,6 +53,18 @@ def load_or_refuse(folder) -> bool:
 def test_any_value_in_the_config(folder, changes):
     (folder / "config.json").write_text(json.dumps(CONFIG_JSON | changes))
     load_or_refuse(folder)
+
+
+@FUZZ
+@given(
+    st.dictionaries(st.sampled_from([*VISION_CONFIG, "hidden_act"]), VALUES, max_size=2),
+    st.none() | VALUES,
+)
+def test_any_value_in_the_vision_config(folder, changes, tokens):
+    config_json = MULTIMODAL | {"vision_config": VISION_CONFIG | changes}
+    config_json |= {} if tokens is None else {"mm_tokens_per_image": tokens}
+    (folder / "config.json").write_text(json.dumps(config_json))
+    load_or_refuse(folder)  # the folder has no tower, so that nothing loads
 
 
 @pytest.mark.parametrize(

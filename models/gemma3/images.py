@@ -56,24 +56,21 @@ def load_image(source: "ImageSource", *, allow_remote: bool = False) -> "Image":
     without Pillow.
     """
     pillow = _import("PIL.Image")
-    if isinstance(source, pillow.Image):
-        return _upright_rgb(source, f"the image {source.size}")
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
             raise ValueError(
                 f"an array {source.shape} of {source.dtype}: a picture is uint8 [height, width, 3]"
             )
         return pillow.fromarray(source)
-    data, given = _bytes_of(source, allow_remote)
+    image: Any = source if isinstance(source, pillow.Image) else None
+    if image is not None:
+        data, given = b"", f"the image of {image.width} x {image.height} pixels"
+    else:
+        data, given = _bytes_of(source, allow_remote)
     try:
-        image = pillow.open(BytesIO(data), formats=_FORMATS)
-        _check_pixels(image, pillow.MAX_IMAGE_PIXELS)
-        image.load()
+        return _upright_rgb(image or _decode(data))
     except Exception as error:  # Pillow's decoders raise anything
-        raise ValueError(
-            f"{given} is no picture that can be read ({error}); formats: {', '.join(_FORMATS)}"
-        ) from error
-    return _upright_rgb(image, given)
+        raise ValueError(f"{given} cannot be read as a picture: {error}") from error
 
 
 def preprocess(
@@ -91,49 +88,54 @@ def preprocess(
     return np.ascontiguousarray(np.stack(pixels).transpose(0, 2, 3, 1), np.float32)
 
 
-def _upright_rgb(image: "Image", given: str) -> "Image":
+def _decode(data: bytes) -> "Image":
+    pillow = _import("PIL.Image")
+    try:
+        image = pillow.open(BytesIO(data), formats=_FORMATS)
+    except _import("PIL").UnidentifiedImageError:
+        raise ValueError(f"it is none of {', '.join(_FORMATS)}") from None
+    most = pillow.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:  # Pillow may merely warn
+        raise ValueError(f"{image.width} x {image.height} pixels, at most {most} are read")
+    image.load()
+    return image
+
+
+def _upright_rgb(image: "Image") -> "Image":
     if image.mode.startswith(("I", "F")):  # Pillow would clip them
-        raise ValueError(f"{given} has pixels of mode {image.mode!r}: convert it to 8 bits")
+        raise ValueError(f"its pixels have mode {image.mode!r}: convert them to 8 bits")
     if 0 in image.size:
-        raise ValueError(f"{given} has no pixels")
+        raise ValueError("it has no pixels")
     upright = _import("PIL.ImageOps").exif_transpose(image)
     if not upright.has_transparency_data:
         return upright.convert("RGB")
-    pillow = _import("PIL.Image")
-    white = pillow.new("RGBA", upright.size, "white")
-    return pillow.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
-
-
-def _check_pixels(image: "Image", most: int | None) -> None:
-    if most is not None and image.width * image.height > most:  # a mere warning of Pillow's
-        raise ValueError(f"{image.width} x {image.height} pixels, at most {most} are read")
+    white = _import("PIL.Image").new("RGBA", upright.size, "white")
+    return _import("PIL.Image").alpha_composite(white, upright.convert("RGBA")).convert("RGB")
 
 
 def _bytes_of(source: object, allow_remote: bool) -> tuple[bytes, str]:
     """The bytes of a file, and how to call it in an error."""
     if isinstance(source, bytes):
         return source, f"the file of {len(source)} bytes"
-    if isinstance(source, str):
-        scheme = source.partition(":")[0].lower()
-        given = repr(source if len(source) <= 80 else source[:77] + "...")
-        if scheme == "data":
-            return _data_url(source, given), given
-        if scheme in ("http", "https"):
-            if not allow_remote:
-                raise ValueError(f"{given} is remote: give the picture itself, as a data: URL")
-            return _fetch(source, given), given
-        if scheme == "file" or "://" in source:
-            raise ValueError(f"{given}: a URL is read from data:, http: or https: only")
-    elif not isinstance(source, PathLike):
+    if not isinstance(source, str | PathLike):
         raise TypeError(
             f"{type(source).__name__}: a picture is a PIL image, a path, bytes, a URL or an array"
         )
-    path = fspath(source)
+    text = fspath(source)
+    given = repr(text if len(text) <= 80 else text[:77] + "...")
+    scheme = text.partition(":")[0].lower() if isinstance(source, str) else ""
+    if scheme == "data":
+        return _data_url(text, given), given
+    if scheme in ("http", "https"):
+        if not allow_remote:
+            raise ValueError(f"{given} is remote: give the picture itself, as a data: URL")
+        return _fetch(text, given), given
+    if scheme == "file" or "://" in text:
+        raise ValueError(f"{given}: a URL is read from data:, http: or https: only")
     try:
-        return Path(path).read_bytes(), path
+        return Path(text).read_bytes(), given
     except (OSError, ValueError) as error:
-        shown = repr(path if len(path) <= 80 else path[:77] + "...")
-        raise ValueError(f"{shown} is neither a file that can be read nor a data: URL") from error
+        raise ValueError(f"{given} is neither a file that can be read nor a data: URL") from error
 
 
 def _data_url(url: str, given: str) -> bytes:
