@@ -172,25 +172,25 @@ def _fetch(url: str, given: str) -> bytes:
 @cache
 def _processor(image_size: int) -> Any:
     """transformers' processor of one size of square."""
-    module = _import("transformers.models.gemma3.image_processing_pil_gemma3")
+    logger = logging.getLogger("transformers")
+    logger.addFilter(_is_not_about_torch)  # which is not needed
+    try:
+        module = _import("transformers.models.gemma3.image_processing_pil_gemma3")
+    finally:
+        logger.removeFilter(_is_not_about_torch)
     size = {"height": image_size, "width": image_size}
     return module.Gemma3ImageProcessorPil(size=size, do_convert_rgb=True, **_PAN_AND_SCAN)
 
 
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
 def _import(name: str) -> Any:
-    # Without torch, which is not needed, transformers says at its import that torch is missing.
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_is_not_about_torch)
     try:
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"pictures need Pillow and transformers 5.5 or later: pip install 'jaxattn[images]' "
+            "pictures need Pillow and transformers 5.5 or later: pip install 'jaxattn[images]' "
             f"({error})"
         ) from error
-    finally:
-        logger.removeFilter(_is_not_about_torch)
-
-
-def _is_not_about_torch(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()

@@ -114,7 +114,7 @@ class VisionTower(nnx.Module):
         `sqrt(embed_dim)`, as those of text are.
 
         `pixels` in [-1, 1], see `images.preprocess`. One image at a time, so that memory does not
-        grow with their number; compiled for each number of images.
+        grow with their number. Call it under `jax.jit`, which compiles for each number of images.
         """
         size = self.config.image_size
         if pixels.ndim != 4 or pixels.shape[1:] != (size, size, 3):
