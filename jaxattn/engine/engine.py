@@ -71,7 +71,7 @@ class Engine:
     ):
         self.plan, self.num_pages = plan_engine(
             model.config,
-            dtype=model.embed[...].dtype.name,
+            dtype=model.dtype,
             kv_dtype=kv_dtype,
             page_size=page_size,
             max_model_len=max_model_len,
