@@ -31,7 +31,7 @@ class Engine:
     Not thread safe: one thread owns it.
 
     Args:
-        model: the text model; its embedding's dtype is the activations' dtype. On a mesh its
+        model: the text model; its `dtype` is that of activations. On a mesh its
             weights lie as `weight_specs` says.
         eos_ids: tokens that end a continuation.
         kv_dtype: stored type of keys and values.
