@@ -1,6 +1,7 @@
 """int8 weights: rows, products, whole models, and what is left alone."""
 
 import dataclasses
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 from gguf import GGMLQuantizationType
 from jax.sharding import PartitionSpec
 
+from benchmarks.tpu_aot import Case, compile_cases
 from jaxattn.engine.devices import make_mesh, place_weights
 from jaxattn.models.gemma3 import checkpoint, linear
 from jaxattn.models.gemma3.checkpoint import load_weights
@@ -101,6 +103,23 @@ def test_no_copy_of_a_large_weight(rows):
     run = jax.jit(lambda x, weight, scale: project(x, weight, jnp.dtype("float32"), scale))
     compiled = run.lower(x, weight, scale).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 32_768 * 640 * 0.7
+
+
+def product_for_tpu(target, devices, *, rows, outputs):
+    """A case of `compile_cases`."""
+    arrays = ((rows, 640), "bfloat16"), ((outputs, 640), "int8"), ((outputs,), "float32")
+    run = jax.jit(lambda x, weight, scale: project(x, weight, jnp.dtype("float32"), scale))
+    return run, [jax.ShapeDtypeStruct(*array) for array in arrays]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_tpu_keeps_no_converted_copy_of_a_weight():
+    """By libtpu's compiler: the conversion is inside of the product, whatever the rows."""
+    builder, outputs = "tests.test_gemma3_quantize:product_for_tpu", 32_768
+    cases = [Case(str(rows), builder, {"rows": rows, "outputs": outputs}) for rows in (1, 8, 512)]
+    for rows, compiled in zip((1, 8, 512), compile_cases("v5e", cases), strict=True):
+        assert not compiled.error
+        assert compiled.temp_bytes < 2 * rows * outputs  # a converted weight: 1,280 * outputs
 
 
 # The table.
