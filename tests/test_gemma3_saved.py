@@ -20,6 +20,7 @@ from jaxattn.models.gemma3.errors import CheckpointError, UnsupportedModelError
 from jaxattn.models.gemma3.saved import SavedFolder, save_checkpoint
 from jaxattn.models.gemma3.sharding import weight_specs
 from jaxattn.models.gemma3.tokenizer import load_tokenizer, tokenizer_file
+from tests import tiny_vision
 from tests.tiny_checkpoints import (
     CONFIG,
     gguf_tensors,
@@ -107,6 +108,24 @@ def test_a_hugging_face_folder_keeps_its_tokenizer(tmp_path, tiny_gguf):
         load_weights(tmp_path / "model", dtype="bfloat16")[1],
         load_weights(source, dtype="bfloat16")[1],
     )
+
+
+def test_a_vision_tower_is_kept_and_can_be_left_out(tmp_path, tiny_gguf):
+    name = "wide_window"
+    source = write_folder(
+        tmp_path / "a", tiny_vision.hf_tensors(name), config_json=tiny_vision.CONFIGS[name]
+    )
+    for quantize in (None, "int8"):
+        target = tmp_path / str(quantize)
+        config, weights = load_weights(source, dtype="bfloat16", quantize=quantize)
+        assert config.vision is not None
+        save_checkpoint(target, config, weights, tokenizer_file(tiny_gguf))
+        assert load_config(str(target)) == config
+        assert_same(load_weights(target, dtype="bfloat16")[1], weights)
+        text, alone = load_weights(target, dtype="bfloat16", images=False)
+        assert text == replace(config, vision=None)
+        expected = load_weights(source, dtype="bfloat16", quantize=quantize, images=False)
+        assert_same(alone, expected[1])
 
 
 def test_the_weights_are_plain_orbax_and_restore_to_shardings(good):

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -29,6 +29,7 @@ from jaxattn.models.gemma3.errors import CheckpointError, UnsupportedModelError
 from jaxattn.models.gemma3.weights import Quantization, quantization_of
 
 _ABOUT, _WEIGHTS, _VERSION = "jaxattn.json", "weights", 1
+_VISION = ("vision.", "projector.")  # begin the names of the vision tower's weights
 _CHUNK_BYTES = 4 * 2**20  # of a stored array, what is read at a time at least
 _DTYPES = ("float32", "bfloat16", "int8")
 
@@ -36,10 +37,12 @@ _DTYPES = ("float32", "bfloat16", "int8")
 class SavedFolder:
     """A folder that `save_checkpoint` wrote. Checks it; rows are read when asked for.
 
+    `images=False`: without the vision tower, if there is one.
+
     Raises CheckpointError for files that are missing, of another size, or not what they should be.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, images: bool = True):
         self.path = path
         about = _read_about(path / _ABOUT)
         self.config: Gemma3Config = _config(path / _ABOUT, about["config"])
@@ -65,6 +68,10 @@ class SavedFolder:
             raise CheckpointError(
                 f"{path}: {', '.join(other)}: weights are read from {', '.join(_DTYPES)}"
             )
+
+        if not images:
+            self.config = replace(self.config, vision=None)
+            self._arrays = {n: a for n, a in self._arrays.items() if not n.startswith(_VISION)}
 
     @staticmethod
     def is_at(path: Path) -> bool:
