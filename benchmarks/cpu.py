@@ -49,25 +49,32 @@ def _seconds(run: Callable[[], object], repeats: int) -> float:
     return median(times)
 
 
+def _generate(llm: LLM, batch: int, prompt: int, new: int) -> None:
+    """Continue `batch` prompts of random tokens."""
+    ids = np.random.default_rng(0).integers(1000, 200_000, prompt).tolist()
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": ids}] * batch, params)
+
+
+def decode_rate(llm: LLM, batch: int, repeats: int) -> float:
+    """Tokens/s of decoding from a context of `CONTEXT` tokens."""
+    _generate(llm, batch, CONTEXT, 2)  # compiles
+    first = _seconds(partial(_generate, llm, batch, CONTEXT, 1), repeats)
+    whole = _seconds(partial(_generate, llm, batch, CONTEXT, DECODE_TOKENS), repeats)
+    return (DECODE_TOKENS - 1) * batch / (whole - first)
+
+
 def measure_model(dtype: str, repeats: int) -> dict[str, float]:
     """One row of the first table. Run in a process of its own, for the peak memory."""
     start = time.perf_counter()
     llm = LLM("gemma-3-270m", dtype=dtype, max_model_len=2304, max_num_seqs=8, progress=False)
     row = {"load s": time.perf_counter() - start}
-    ids = np.random.default_rng(0).integers(1000, 200_000, 2048).tolist()
-
-    def run(batch: int, prompt: int, new: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        llm.generate([{"prompt_token_ids": ids[:prompt]}] * batch, params)
-
     for prompt in (512, 2048):
-        run(1, prompt, 1)  # compiles
-        row[f"prefill {prompt}"] = prompt / _seconds(partial(run, 1, prompt, 1), repeats)
+        once = partial(_generate, llm, 1, prompt, 1)
+        once()  # compiles
+        row[f"prefill {prompt}"] = prompt / _seconds(once, repeats)
     for batch in (1, 8):
-        run(batch, CONTEXT, 2)
-        first = _seconds(partial(run, batch, CONTEXT, 1), repeats)
-        whole = _seconds(partial(run, batch, CONTEXT, DECODE_TOKENS), repeats)
-        row[f"decode {batch}"] = (DECODE_TOKENS - 1) * batch / (whole - first)
+        row[f"decode {batch}"] = decode_rate(llm, batch, repeats)
     row["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return row
 

@@ -1,4 +1,4 @@
-"""`jaxattn generate | batch | serve | plan | support`: the library from a terminal."""
+"""`jaxattn generate | batch | serve | convert | plan | support`: the library from a terminal."""
 
 import argparse
 import os
@@ -10,7 +10,8 @@ import jax
 from rich.console import Console
 
 import jaxattn
-from jaxattn.options import memory_size
+from jaxattn import convert
+from jaxattn.options import add_quantize, memory_size
 from jaxattn.serve.http import command as serve_command
 from jaxattn.serve.offline import command as offline_command
 
@@ -69,11 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights"
     )
+    add_quantize(generate)
     generate.add_argument("--max-model-len", type=int, help="most tokens, prompt included")
     generate.add_argument("--backend", help="attention backend, see `jaxattn support`")
 
     offline_command.add_parser(commands)
     serve_command.add_parser(commands)
+    convert.add_parser(commands)
 
     plan = commands.add_parser("plan", help="print a model's cache plan, hybrid on and off")
     plan.set_defaults(run=_plan)
@@ -100,7 +103,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help="a known name, a GGUF file or a Hugging Face folder (default: %(default)s)",
+        help="a known name, a GGUF file, a Hugging Face folder or what `jaxattn convert` wrote "
+        "(default: %(default)s)",
     )
 
 
@@ -136,6 +140,7 @@ def _generate(options: argparse.Namespace) -> int:
     llm = LLM(
         options.model,
         dtype=options.dtype,
+        quantize=options.quantize,
         max_model_len=options.max_model_len,
         max_num_seqs=1,
         backend=options.backend,

@@ -13,11 +13,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         default="gemma-3-270m",
-        help="a known name, a GGUF file or a Hugging Face folder (default: %(default)s)",
+        help="a known name, a GGUF file, a Hugging Face folder or what `jaxattn convert` wrote "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights"
     )
+    add_quantize(group)
     group.add_argument("--kv-dtype", help="stored type of keys and values (that of the weights)")
     group.add_argument("--page-size", type=int, default=32, help="tokens of a cache page (32)")
     group.add_argument("--max-model-len", type=int, help="most tokens, prompt included")
@@ -59,10 +61,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of requests that state none")
 
 
+def add_quantize(parser: Any) -> None:
+    """Add the flag that quantises weights to a parser or a group."""
+    parser.add_argument(
+        "--quantize", choices=("int8",), help="8 bits for weights, with a scale for each row"
+    )
+
+
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `LLM`."""
     names = (
-        *("model", "dtype", "kv_dtype", "page_size", "max_model_len", "max_num_seqs"),
+        *("model", "dtype", "quantize", "kv_dtype", "page_size", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "memory", "expected_len", "hybrid_kv_cache", "prefix_reuse"),
         *("backend", "tensor_parallel", "data_parallel", "seed"),
     )

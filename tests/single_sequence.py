@@ -27,7 +27,7 @@ class SingleSequence:
         hybrid: bool = True,
         backend: str = "xla",
     ):
-        dtype = model.embed[...].dtype.name
+        dtype = model.dtype
         specs = layer_specs(model.config, page_size=page_size, kv_dtype=dtype)
         self.plan = group_layers(specs, hybrid=hybrid, max_len=max_len)
         limits = {"max_len": max_len, "step_tokens": max(paddings)}

@@ -325,6 +325,14 @@ def test_gguf(size):
     assert from_gguf(gguf_metadata(size)) == text_only(size)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_gguf_without_a_rope_factor_has_the_published_one(size):
+    metadata = {k: v for k, v in gguf_metadata(size).items() if "rope.scaling" not in k}
+    assert from_gguf(metadata) == replace(CONFIGS[size], vision=None)
+    for given in ({"gemma3.rope.scaling.factor": 1.0}, {"gemma3.rope.scaling.type": "none"}):
+        assert {layer.rope_factor for layer in from_gguf(metadata | given).layers} == {1.0}
+
+
 def test_gguf_of_the_real_270m():
     assert from_gguf(GGUFFile(packaged_gguf()).metadata) == CONFIGS["gemma-3-270m"]
 
@@ -344,6 +352,10 @@ def test_gguf_keys_that_most_files_lack_are_read():
     assert config.layers[0].rope_theta == 20_000.0
     assert (config.query_scale, config.rms_norm_eps) == (0.125, 1e-5)
     assert config.vocab_size == 262_144  # 64 rows of padding
+    ollama = {"gemma3.rope.local.freq_base": 30_000.0, "gemma3.rope.global.freq_base": 2e6}
+    without_base = {k: v for k, v in metadata.items() if "freq_base" not in k}
+    thetas = [layer.rope_theta for layer in from_gguf(without_base | ollama).layers[1:3]]
+    assert thetas == [30_000.0, 2_000_000.0]
     unscaled = {"gemma3.rope.scaling.type": "none", "gemma3.rope.scaling.factor": 8.0}
     assert from_gguf(gguf_metadata("gemma-3-270m") | unscaled) == CONFIGS["gemma-3-270m"]
 

@@ -11,6 +11,7 @@ from jaxattn.engine.runner import DATA, HEADS
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.packaged import cache_folder
 from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.models.gemma3.weights import quantization_of
 from jaxattn.spec import check_positive_int
 
 _CACHE_SHARE = 0.9  # of what is left beside the weights; the rest is for a step's temporaries
@@ -36,7 +37,8 @@ def place_weights(
     config: Gemma3Config, weights: dict[str, np.ndarray], mesh: Mesh | None
 ) -> dict[str, Array]:
     """The weights on their devices; `weights` is emptied meanwhile, to hold nothing twice."""
-    specs = weight_specs(config, HEADS, mesh.shape[HEADS] if mesh else 1)
+    size = mesh.shape[HEADS] if mesh else 1
+    specs = weight_specs(config, HEADS, size, quantization_of(weights))
     alone = SingleDeviceSharding(jax.devices()[0])
     return {
         name: jax.device_put(weights.pop(name), NamedSharding(mesh, specs[name]) if mesh else alone)

@@ -31,7 +31,7 @@ class Engine:
     Not thread safe: one thread owns it.
 
     Args:
-        model: the text model; its embedding's dtype is the activations' dtype. On a mesh its
+        model: the text model; its `dtype` is that of activations. On a mesh its
             weights lie as `weight_specs` says.
         eos_ids: tokens that end a continuation.
         kv_dtype: stored type of keys and values.
@@ -71,7 +71,7 @@ class Engine:
     ):
         self.plan, self.num_pages = plan_engine(
             model.config,
-            dtype=model.embed[...].dtype.name,
+            dtype=model.dtype,
             kv_dtype=kv_dtype,
             page_size=page_size,
             max_model_len=max_model_len,

@@ -19,7 +19,12 @@ from jaxattn.engine.engine import Engine, plan_engine
 from jaxattn.engine.outputs import RequestOutput, StreamChunk
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.models.gemma3.chat import render_chat
-from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
+from jaxattn.models.gemma3.checkpoint import (
+    check_quantization,
+    load_config,
+    load_weights,
+    resolve_model,
+)
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.sampling import SamplingParams
@@ -38,8 +43,11 @@ class LLM:
             print(out.outputs[0].text)
 
     Args:
-        model: a known name ("gemma-3-270m"), a GGUF file, or a Hugging Face folder.
+        model: a known name ("gemma-3-270m"), a GGUF file, a Hugging Face folder, or one that
+            `jaxattn convert` wrote.
         dtype: of weights and activations.
+        quantize: "int8" keeps the weights of matrices in 8 bits, with a scale for each row; None
+            keeps them in `dtype`, or as a checkpoint that is quantised has them.
         kv_dtype: stored type of keys and values; None is `dtype`.
         page_size: tokens of a cache page.
         max_model_len: most tokens of a sequence, prompt included; None: the model's limit, at
@@ -68,6 +76,7 @@ class LLM:
         model: str | PathLike[str] = "gemma-3-270m",
         *,
         dtype: ModelDtype = "bfloat16",
+        quantize: Literal["int8"] | None = None,
         kv_dtype: str | None = None,
         page_size: int = 32,
         max_model_len: int | None = None,
@@ -89,6 +98,7 @@ class LLM:
                 f"{dtype=}: use 'bfloat16' or 'float32' (Gemma 3 activations exceed float16's "
                 "largest number, 65504)"
             )
+        check_quantization(quantize)
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
             raise ValueError(f"{seed=}: expected an int of at least 0 and at most {2**32 - 1}")
         if memory is not None:
@@ -121,13 +131,14 @@ class LLM:
             config, weights = load_weights(
                 path,
                 dtype=dtype,
+                quantize=quantize,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         arrays = place_weights(config, weights, mesh)
         if options["memory"] is None:
             options["memory"] = free_memory(mesh)
         self.engine = Engine(
-            Gemma3(config, arrays),
+            Gemma3(config, arrays, dtype),
             eos_ids=self.tokenizer.eos_ids,
             token_text=self.tokenizer.token,
             mesh=mesh,

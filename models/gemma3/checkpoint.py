@@ -1,6 +1,6 @@
-"""From a GGUF file or a Hugging Face folder to the model's weights, tensor by tensor.
+"""From a GGUF file, a Hugging Face folder or our own to the model's weights, tensor by tensor.
 
-Both formats become one flat dict, named and shaped by `weight_table`. Every tensor of the file
+All formats become one flat dict, named and shaped by `weight_table`. Every tensor of the file
 is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
 Blocks of rows are converted by a few threads, straight into their place, so that the peak is the
 weights as kept plus a few blocks.
@@ -30,7 +30,9 @@ from jaxattn.models.gemma3.errors import CheckpointError
 from jaxattn.models.gemma3.gguf import GGUFFile
 from jaxattn.models.gemma3.huggingface import HuggingFaceFolder
 from jaxattn.models.gemma3.packaged import packaged_gguf
-from jaxattn.models.gemma3.weights import expected_shapes, weight_table
+from jaxattn.models.gemma3.quantize import quantize_rows
+from jaxattn.models.gemma3.saved import SavedFolder
+from jaxattn.models.gemma3.weights import SCALE, Quantization, weight_table
 
 _BLOCK_BYTES = 8 * 2**20  # of float32, what a thread converts at a time
 _THREADS = min(4, os.cpu_count() or 1)
@@ -48,7 +50,7 @@ class Checkpoint(Protocol):
         """Shape of every tensor that the model may use, by the file's own name."""
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
-        """Rows of a tensor as float32, in one piece or more (a vector is one row)."""
+        """Rows of a tensor as float32, or int8 if stored so, in pieces (a vector is one row)."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ class _Turned:
 
 @dataclass(frozen=True)
 class _Names:
-    """A format's names: for each canonical name the file's, and how it stores what it names."""
+    """A file's names for the canonical ones, and how it stores what it names."""
 
     of: dict[str, str]
     norm_offset: float  # 1 where the file stores 1 + w
     turned: dict[str, _Turned] = field(default_factory=dict)
+    quantize: Quantization | None = None
 
 
 def resolve_model(model: str) -> Path:
-    """The file or folder of a known name, a GGUF file or a Hugging Face folder."""
+    """The file or folder of a known name, a GGUF file, a Hugging Face folder or one of ours."""
     if model == "gemma-3-270m":
         return packaged_gguf()
     path = Path(model).expanduser()
@@ -78,7 +81,7 @@ def resolve_model(model: str) -> Path:
     if model in CONFIGS:
         raise ValueError(
             f"{model!r} has no packaged weights (only 'gemma-3-270m' has): give the path of a "
-            "GGUF file or of a Hugging Face folder"
+            "GGUF file, a Hugging Face folder or one that `jaxattn convert` wrote"
         )
     raise ValueError(f"{model!r} is neither a file nor a folder nor a known name ('gemma-3-270m')")
 
@@ -100,11 +103,15 @@ def load_weights(
     *,
     dtype: WeightDtype,
     images: bool = True,
+    quantize: Quantization | None = None,
     progress: Progress | None = None,
 ) -> tuple[Gemma3Config, dict[str, np.ndarray]]:
-    """Config and weights of a checkpoint. Matrices in `dtype`, norms and biases in float32.
+    """Config and weights of a checkpoint. Matrices in `dtype`, norms, biases, scales in float32.
 
     `images=False`: the text model alone of a folder that also has a vision tower.
+
+    `quantize="int8"` makes the matrices of the text model int8, block by block, each followed by
+    its scales (see `weight_table`); they are int8 in any case if the checkpoint has them so.
 
     The arrays begin on 64-byte boundaries: `jax.device_put` takes them on CPU without a copy.
 
@@ -113,12 +120,12 @@ def load_weights(
     """
     kept = _numpy_dtype(dtype)
     checkpoint, config, names = _open(Path(path), images)
-    table = weight_table(config)
-    stored = expected_shapes(config) | {name: each.stored for name, each in names.turned.items()}
+    table = weight_table(config, check_quantization(quantize) or names.quantize)
+    stored = {name: table[name].shape for name in names.of}
+    stored |= {name: each.stored for name, each in names.turned.items()}
     _check_names(checkpoint, names, stored)
     weights = {
-        name: _aligned(weight.shape, np.dtype(np.float32) if weight.wide else kept)
-        for name, weight in table.items()
+        name: _aligned(weight.shape, np.dtype(weight.kept(kept))) for name, weight in table.items()
     }
     not_finite = set()
 
@@ -131,16 +138,18 @@ def load_weights(
             for where, values in checkpoint.rows(names.of[name], rows):
                 if not np.isfinite(values).all():
                     not_finite.add(names.of[name])
-                if turned is None:
-                    target[where] = values - offset if offset else values
-                else:  # read whole
+                if turned is not None:  # read whole
                     target[:] = values.transpose(turned.axes).reshape(shape)
+                elif target.dtype == np.int8 and values.dtype != np.int8:
+                    target[where], weights[name + SCALE][where] = quantize_rows(values)
+                else:
+                    target[where] = values - offset if offset else values
 
     blocks = [
         (name, rows)
-        for name, weight in table.items()
+        for name in names.of
         for rows in (
-            [slice(0, stored[name][0])] if name in names.turned else _row_blocks(weight.shape)
+            [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
         )
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -154,6 +163,13 @@ def load_weights(
     if not_finite:
         raise CheckpointError(f"{path}: NaN or infinity in {', '.join(sorted(not_finite))}")
     return config, weights
+
+
+def check_quantization(quantize: str | None) -> Quantization | None:
+    """The same, or ValueError."""
+    if quantize is not None and quantize not in get_args(Quantization):
+        raise ValueError(f"{quantize=}: expected None or one of {get_args(Quantization)}")
+    return quantize  # type: ignore[return-value]
 
 
 def _numpy_dtype(name: str) -> np.dtype:
@@ -179,6 +195,10 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _open(path: Path, images: bool) -> tuple[Checkpoint, Gemma3Config, _Names]:
+    if SavedFolder.is_at(path):
+        saved = SavedFolder(path, images=images)
+        same = {name: name for name in weight_table(saved.config, saved.quantize)}
+        return saved, saved.config, _Names(same, 0.0, quantize=saved.quantize)
     if path.is_dir():
         folder = HuggingFaceFolder(path, images=images)
         config = _config_of(path, partial(from_hf, images=images), folder.config)

@@ -299,10 +299,11 @@ def _without_padding(vocab_size: int) -> int:
 def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
     """The config of a GGUF file from its metadata.
 
-    Most files hold neither the layer pattern, the local rope base nor the query scale; they are
-    then the published ones (the scale differs from `1 / sqrt(head_dim)` only in the 62-layer
-    27B). There is never a vision tower in it. Raises UnsupportedModelError for another model, or
-    an option that would change the result.
+    Most files hold neither the layer pattern, the local rope base nor the query scale, and early
+    ones of 4B, 12B and 27B no rope factor; they are then the published ones, by the number of
+    layers (the scale differs from `1 / sqrt(head_dim)` only in the 62-layer 27B). There is never a
+    vision tower in it. Raises UnsupportedModelError for another model, or an option that would
+    change the result.
     """
     architecture = metadata.get("general.architecture")
     if architecture != "gemma3":
@@ -334,6 +335,7 @@ def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
                 f"gemma3.{name}={get(name)!r}: only {allowed[0]!r} is implemented"
             )
     linear = get("rope.scaling.type", "linear") == "linear"
+    published_factor = 8.0 if num_layers in (34, 48, 62) else 1.0
     query_scale = (168 if num_layers == 62 else head_dim) ** -0.5
     if "tokenizer.ggml.tokens" in metadata:
         vocab_size = len(metadata["tokenizer.ggml.tokens"])
@@ -350,9 +352,9 @@ def from_gguf(metadata: dict[str, Any]) -> Gemma3Config:
         layers=layer_pattern(
             num_layers,
             sliding_window=size("attention.sliding_window"),
-            global_theta=float(get("rope.freq_base", 1_000_000.0)),
-            global_factor=float(get("rope.scaling.factor", 1.0)) if linear else 1.0,
-            local_theta=float(get("rope.freq_base_swa", 10_000.0)),
+            global_theta=float(get("rope.freq_base", get("rope.global.freq_base", 1_000_000.0))),
+            global_factor=float(get("rope.scaling.factor", published_factor)) if linear else 1.0,
+            local_theta=float(get("rope.freq_base_swa", get("rope.local.freq_base", 10_000.0))),
             global_every=size("attention.sliding_window_pattern", GLOBAL_EVERY),
         ),
         vocab_size=_without_padding(vocab_size),

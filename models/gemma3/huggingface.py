@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxattn.models.gemma3.config import PADDED_VOCAB_SIZE, VOCAB_SIZE
 from jaxattn.models.gemma3.errors import CheckpointError
 
-# Where the text model is: text-only, multimodal (transformers v4), multimodal (v5).
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+# Where the text model is: text-only, multimodal (transformers v4), multimodal (v5), and either
+# saved without a head.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 # Where the vision tower and its projector are: transformers v5 (older and newer), v4.
 _TOWERS = (
     "model.vision_tower.vision_model.",
@@ -20,8 +22,8 @@ _TOWERS = (
     "vision_tower.",
 )
 _PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
-# Physically there in some checkpoints, though Gemma 3's head is the embedding.
-_TIED = ("lm_head.weight", "language_model.lm_head.weight")
+# Physically there in some checkpoints, though Gemma 3's head is the embedding: compared with it.
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -46,8 +48,20 @@ class HuggingFaceFolder:
                 f"{path}: no tensor is called embed_tokens.weight under any of {_PREFIXES}"
             )
         self.prefix = fitting[0]
+        self._embed = f"{self.prefix}embed_tokens.weight"
+        self._head = self._tied_head()
         self.tower_prefix = self._first_in_use(_TOWERS)
         self.projector_prefix = self._first_in_use(_PROJECTORS)
+
+    def _tied_head(self) -> str | None:
+        """The name of a physical head, which is no tensor of the model."""
+        embed = self._shapes[self._embed]
+        heads = {name: self._shapes.pop(name) for name in _HEADS if name in self._shapes}
+        if not all(_are_tied(shape, embed) for shape in heads.values()):
+            raise CheckpointError(
+                f"{self.path}: {heads} cannot be the embedding {embed}, as Gemma 3's head is"
+            )
+        return next(iter(heads), None)
 
     def _first_in_use(self, prefixes: tuple[str, ...]) -> str:
         """The first prefix that any tensor has; without one the first of all."""
@@ -74,10 +88,15 @@ class HuggingFaceFolder:
         shapes, dtypes = {}, {}
         for name in files:
             for tensor, (shape, dtype) in _read_header(self.path / name).items():
+                if tensor in file_of:
+                    raise CheckpointError(
+                        f"{self.path}: {tensor} is in {file_of[tensor].name} and in {name}"
+                    )
                 file_of[tensor], shapes[tensor] = self.path / name, shape
-                if tensor not in _TIED and not tensor.startswith(self._skipped):
+                if not tensor.startswith(self._skipped):
                     dtypes[tensor] = dtype
         if listed is not None:
+            _check_total(index, [self.path / name for name in files])
             wrong = sorted(
                 tensor
                 for tensor in listed.keys() | file_of.keys()
@@ -97,16 +116,57 @@ class HuggingFaceFolder:
         return file_of, {tensor: shapes[tensor] for tensor in dtypes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that is not passed over: not a copy of the tied head."""
+        """Shape of every tensor that is not passed over, without a copy of the tied head."""
         return self._shapes
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, in one piece (a vector is one row)."""
+        values = self._read(name, rows)
+        if name == self._embed and self._head is not None:
+            head = self._read(self._head, rows)
+            if not np.array_equal(values, head, equal_nan=True):
+                raise CheckpointError(
+                    f"{self.path}: {self._head} differs from {name} in rows {rows.start} to "
+                    f"{rows.stop}: only a head that is the embedding is implemented"
+                )
+        yield rows, values
+
+    def _read(self, name: str, rows: slice) -> np.ndarray:
         # Opened for each piece, so that no more of the mapped file stays in memory.
-        with safe_open(self._file_of[name], framework="numpy") as file:
-            stored = file.get_slice(name)
-            values = stored[:][None] if len(self._shapes[name]) == 1 else stored[rows]
-        yield rows, values.astype(np.float32)
+        try:
+            with safe_open(self._file_of[name], framework="numpy") as file:
+                stored = file.get_slice(name)
+                values = stored[:][None] if len(stored.get_shape()) == 1 else stored[rows]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self._file_of[name]} changed while it was read ({error})"
+            ) from error
+        return values.astype(np.float32)
+
+
+def _are_tied(head: tuple[int, ...], embed: tuple[int, ...]) -> bool:
+    """Whether the one may be the other; either may have rows of padding."""
+    vocabularies = {head[0], embed[0]}
+    padded = vocabularies == {VOCAB_SIZE, PADDED_VOCAB_SIZE}
+    return head[1:] == embed[1:] and (len(vocabularies) == 1 or padded)
+
+
+def _check_total(index: Path, files: list[Path]) -> None:
+    """Raise CheckpointError if the files hold other bytes of tensors than the index says."""
+    metadata = _read_json(index).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None:
+        return
+    found = 0
+    for path in files:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        found += path.stat().st_size - 8 - header
+    if total != found:
+        raise CheckpointError(
+            f"{index} says that the tensors take {total} bytes, and the files hold {found}: some "
+            "are truncated or from another checkpoint; fetch or copy them again"
+        )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

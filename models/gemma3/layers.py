@@ -55,10 +55,10 @@ class Attention(nnx.Module):
     """Grouped-query attention on the paged cache, with normalised queries and keys."""
 
     def __init__(self, weights: dict[str, Array], config: Gemma3Config, record: Gemma3Layer):
-        self.q = Linear(weights["q"])
-        self.k = Linear(weights["k"])
-        self.v = Linear(weights["v"])
-        self.o = Linear(weights["o"])
+        self.q = Linear.named("q", weights)
+        self.k = Linear.named("k", weights)
+        self.v = Linear.named("v", weights)
+        self.o = Linear.named("o", weights)
         self.q_norm = RMSNorm(weights["q_norm"], config.rms_norm_eps)
         self.k_norm = RMSNorm(weights["k_norm"], config.rms_norm_eps)
         self.record = record
@@ -94,9 +94,9 @@ class MLP(nnx.Module):
     """`down(gelu(gate(x)) * up(x))`, gelu in its tanh form."""
 
     def __init__(self, weights: dict[str, Array]):
-        self.gate = Linear(weights["gate"])
-        self.up = Linear(weights["up"])
-        self.down = Linear(weights["down"])
+        self.gate = Linear.named("gate", weights)
+        self.up = Linear.named("up", weights)
+        self.down = Linear.named("down", weights)
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x))

@@ -1,36 +1,54 @@
 """`x W^T`, quick on every platform. Weights are `[out, in]`, as checkpoints have them."""
 
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8, Num
+
+from jaxattn.models.gemma3.weights import SCALE
 
 _TERMS = 16  # products that one lane adds up: fewer is slower to run, more is slower to compile
 _MAX_TERMS = 40  # with over 64 XLA on CPU is three times slower
+_BLOCK = 2**22  # int8 weights that are converted at a time: what two cores keep in their cache
 _MAX_SUMS = 2**22  # partial sums of all outputs: beyond 16 MB they cost more than they save
 
 
 class Linear(nnx.Module):
-    """`y = x W^T` without bias."""
+    """`y = x W^T` without bias; W has a scale for each row if it is int8."""
 
-    def __init__(self, weight: Float[Array, "out in"]):
+    def __init__(self, weight: Num[Array, "out in"], scale: Float[Array, "out"] | None = None):
         self.weight = nnx.Param(weight)
+        self.scale = None if scale is None else nnx.Param(scale)
+
+    @classmethod
+    def named(cls, name: str, weights: dict[str, Array]) -> Self:
+        """The matrix of this name, and its scales if there are any."""
+        return cls(weights[name], weights.get(name + SCALE))
 
     def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
-        return project(x, self.weight[...], x.dtype)
+        scale = None if self.scale is None else self.scale[...]
+        return project(x, self.weight[...], x.dtype, scale)
 
 
 def project(
-    x: Float[Array, "tokens in"], weight: Float[Array, "out in"], out_dtype: jnp.dtype
+    x: Float[Array, "tokens in"],
+    weight: Num[Array, "out in"],
+    out_dtype: jnp.dtype,
+    scale: Float[Array, "out"] | None = None,
 ) -> Float[Array, "tokens out"]:
-    """`x W^T`, accumulated in float32.
+    """`x W^T`, times `scale` for each output, accumulated in float32.
 
     Contracted in place: as `dot(x, W.T)`, XLA on CPU copies the weight. For a single row of
     bfloat16 it would convert the whole weight to float32; there the product is written out, or
-    is made one of two rows where that would need too many partial sums.
+    is made one of two rows where that would need too many partial sums. An int8 weight, which it
+    would convert whole for any number of rows, is multiplied in blocks.
     """
+    if scale is not None:
+        product = _int8_product(x, weight)
+        return (product * scale[None]).astype(out_dtype)
     product = partial(_dot, out_dtype=out_dtype)
     if x.shape[0] > 1 or weight.dtype == jnp.float32:
         return product(x, weight)
@@ -40,6 +58,38 @@ def project(
     else:
         on_cpu = partial(_multiply_and_add, lanes=lanes, out_dtype=out_dtype)
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=product)
+
+
+def _int8_product(
+    x: Float[Array, "tokens in"], weight: Int8[Array, "out in"]
+) -> Float[Array, "tokens out"]:
+    """`x W^T` of whole numbers in float32. Only the CPU needs to be told not to store a copy."""
+    lanes = _lanes(*weight.shape) if x.shape[0] == 1 else None
+    if lanes is None:
+        on_cpu = _dot_in_blocks
+    else:
+        on_cpu = partial(_multiply_and_add, lanes=lanes, out_dtype=jnp.dtype(jnp.float32))
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_converted_dot)
+
+
+def _converted_dot(
+    x: Float[Array, "tokens in"], weight: Int8[Array, "out in"]
+) -> Float[Array, "tokens out"]:
+    """int8 is exact in bfloat16."""
+    return _dot(x, weight.astype(x.dtype), out_dtype=jnp.dtype(jnp.float32))
+
+
+def _dot_in_blocks(
+    x: Float[Array, "tokens in"], weight: Int8[Array, "out in"]
+) -> Float[Array, "tokens out"]:
+    """Block after block of rows, each converted into the same small buffer."""
+    outputs, size = weight.shape
+    fitting = [n for n in range(1, _BLOCK // size + 1) if outputs % n == 0]
+    step = max(fitting, default=0)
+    if step == outputs or step * size < _BLOCK // 16:  # small steps cost more than a copy
+        return _converted_dot(x, weight)
+    blocks = jax.lax.map(partial(_converted_dot, x), weight.reshape(-1, step, size))
+    return jnp.swapaxes(blocks, 0, 1).reshape(x.shape[0], outputs)
 
 
 def _dot(
@@ -67,7 +117,7 @@ def _lanes(outputs: int, size: int) -> int | None:
 
 
 def _multiply_and_add(
-    x: Float[Array, "1 in"], weight: Float[Array, "out in"], *, lanes: int, out_dtype: jnp.dtype
+    x: Float[Array, "1 in"], weight: Num[Array, "out in"], *, lanes: int, out_dtype: jnp.dtype
 ) -> Float[Array, "1 out"]:
     """Sum `in / lanes` products into `[out, lanes]`, then over the lanes, in vector code."""
     total = jnp.zeros((weight.shape[0], lanes), jnp.float32)

@@ -14,7 +14,12 @@ from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.layers import Block, RMSNorm
 from jaxattn.models.gemma3.linear import project
 from jaxattn.models.gemma3.vision import VisionTower
-from jaxattn.models.gemma3.weights import expected_shapes, weights_below
+from jaxattn.models.gemma3.weights import (
+    SCALE,
+    expected_shapes,
+    quantization_of,
+    weights_below,
+)
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
@@ -39,20 +44,28 @@ def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple
 
 
 class Gemma3(nnx.Module):
-    """The model. `weights` are named and shaped as by `expected_shapes(config)`.
+    """The model. `weights` are named and shaped as by `expected_shapes(config, quantize)`.
 
-    Activations have the dtype of the embedding (float32 or bfloat16); norms, rotary angles,
+    Activations have `dtype`, float32 or bfloat16; None is the embedding's. Norms, rotary angles,
     attention scores and logits are float32.
     """
 
-    def __init__(self, config: Gemma3Config, weights: dict[str, Array]):
+    def __init__(self, config: Gemma3Config, weights: dict[str, Array], dtype: str | None = None):
         shapes = {name: tuple(array.shape) for name, array in weights.items()}
-        expected = expected_shapes(config)
+        expected = expected_shapes(config, quantization_of(weights))
         if shapes != expected:
             differ = sorted(name for name, _ in shapes.items() ^ expected.items())
             raise ValueError(f"weights do not fit the config; they differ in {sorted(set(differ))}")
+        if dtype is None and quantization_of(weights):
+            raise ValueError(
+                "dtype=None: quantised weights do not say what activations are kept in"
+            )
         self.config = config
+        self.dtype = dtype or weights["embed"].dtype.name
         self.embed = nnx.Param(weights["embed"])
+        self.embed_scale = (
+            nnx.Param(weights["embed" + SCALE]) if "embed" + SCALE in weights else None
+        )
         self.blocks = nnx.List(
             Block(weights_below(f"layers.{index}.", weights), config, record)
             for index, record in enumerate(config.layers)
@@ -78,14 +91,17 @@ class Gemma3(nnx.Module):
         if len(plan.layers) != len(self.blocks):
             raise ValueError(f"a plan of {len(plan.layers)} layers for {len(self.blocks)} blocks")
         x = jnp.take(self.embed[...], token_ids, axis=0)
-        x = x * jnp.asarray(math.sqrt(self.config.embed_dim), x.dtype)
+        if self.embed_scale is not None:
+            x = x.astype(jnp.float32) * jnp.take(self.embed_scale[...], token_ids)[:, None]
+        x = x.astype(self.dtype) * jnp.asarray(math.sqrt(self.config.embed_dim), self.dtype)
         for layer, block in zip(plan.layers, self.blocks, strict=True):
             x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, **attention)
         return self.final_norm(x), cache
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32, from the tied embedding."""
-        return project(hidden, self.embed[...], jnp.dtype(jnp.float32))
+        scale = None if self.embed_scale is None else self.embed_scale[...]
+        return project(hidden, self.embed[...], jnp.dtype(jnp.float32), scale)
 
     def encode_images(
         self, pixels: Float[Array, "images height width 3"]

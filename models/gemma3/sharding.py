@@ -3,14 +3,16 @@
 from jax.sharding import PartitionSpec
 
 from jaxattn.models.gemma3.config import Gemma3Config
-from jaxattn.models.gemma3.weights import Axis, weight_table
+from jaxattn.models.gemma3.weights import Axis, Quantization, weight_table
 
 # Logical axes that are cut; the others are whole on every device.
 RULES: frozenset[Axis] = frozenset({"vocab", "q_heads", "kv_heads", "mlp"})
 
 
-def weight_specs(config: Gemma3Config, axis: str, size: int) -> dict[str, PartitionSpec]:
-    """The cut of every weight over mesh axis `axis` of `size` devices.
+def weight_specs(
+    config: Gemma3Config, axis: str, size: int, quantize: Quantization | None = None
+) -> dict[str, PartitionSpec]:
+    """The cut of every weight over mesh axis `axis` of `size` devices. Scales go with their rows.
 
     Raises ValueError if heads, hidden units or vocabulary are not a multiple of `size`.
     """
@@ -28,5 +30,5 @@ def weight_specs(config: Gemma3Config, axis: str, size: int) -> dict[str, Partit
             )
     return {
         name: PartitionSpec(*(axis if each in RULES else None for each in weight.axes))
-        for name, weight in weight_table(config).items()
+        for name, weight in weight_table(config, quantize).items()
     }

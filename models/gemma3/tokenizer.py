@@ -1,13 +1,14 @@
 """Text to token ids and back, exactly, from a GGUF file's vocabulary or a `tokenizer.json`."""
 
 import codecs
+import os
 import re
 from collections.abc import Callable, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -18,6 +19,7 @@ BOS = 2
 END_OF_TURN = 106
 EOS_IDS = (1, END_OF_TURN)  # not 107, which is a newline in Gemma 3
 _KNOWN = {1: "<eos>", BOS: "<bos>", END_OF_TURN: "<end_of_turn>"}
+_JSON, _MODEL = "tokenizer.json", "tokenizer.model"
 _SPACE = "\u2581"  # stands for a space inside pieces
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types in GGUF and SentencePiece alike
 _BPE = 2  # SentencePiece's TrainerSpec.ModelType
@@ -126,17 +128,20 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of a GGUF file, or of a folder with `tokenizer.json`.
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a GGUF file, or of a folder with `tokenizer.json` or `tokenizer.model`.
 
     Raises CheckpointError if it is missing, damaged, or not Gemma 3's.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        tokenizer = _from_json(path)
+    if not path.is_dir():
+        tokenizer = _from_proto(path, _proto_of_metadata(path, GGUFFile(path).metadata))
+    elif (path / _MODEL).is_file() and not (path / _JSON).is_file():
+        path = path / _MODEL
+        tokenizer = _from_proto(path, path.read_bytes())
     else:
-        tokenizer = _from_metadata(path, GGUFFile(path).metadata)
+        path = path / _JSON
+        tokenizer = _from_json(path)
     for token, piece in _KNOWN.items():
         found = tokenizer.token(token) if token < tokenizer.vocab_size else None
         if found != piece:
@@ -146,8 +151,21 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
-def _from_metadata(path: Path, metadata: dict[str, Any]) -> Tokenizer:
-    """SentencePiece itself on the file's vocabulary: the file has scores and no merges.
+def tokenizer_file(path: str | os.PathLike[str]) -> tuple[str, bytes]:
+    """Name and content of the one file from which a folder has the tokenizer of this checkpoint.
+
+    A GGUF file's vocabulary becomes a SentencePiece model. Raises as `load_tokenizer`.
+    """
+    load_tokenizer(path)
+    path = Path(path)
+    if not path.is_dir():
+        return _MODEL, _proto_of_metadata(path, GGUFFile(path).metadata)
+    name = _JSON if (path / _JSON).is_file() else _MODEL
+    return name, (path / name).read_bytes()
+
+
+def _proto_of_metadata(path: Path, metadata: dict[str, Any]) -> bytes:
+    """A SentencePiece model of the file's vocabulary: the file has scores and no merges.
 
     User-defined tokens (runs of spaces, newlines, HTML tags) are matched first, longest first.
     """
@@ -172,16 +190,28 @@ def _from_metadata(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = False
     proto.normalizer_spec.remove_extra_whitespaces = False
-    processor = SentencePieceProcessor()
     try:
         for piece, score, kind in zip(pieces, scores.tolist(), types.tolist(), strict=True):
             inside = piece.replace(" ", _SPACE) if kind == _USER_DEFINED else piece
             proto.pieces.add(piece=inside, score=score, type=kind)
-        processor.LoadFromSerializedProto(proto.SerializeToString())
-    except (TypeError, ValueError, RuntimeError) as error:
+        return proto.SerializeToString()
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the vocabulary is damaged ({error})") from error
-    control = frozenset(np.isin(types, (_UNKNOWN, _CONTROL)).nonzero()[0].tolist())
-    return Tokenizer(pieces, control, processor.encode)
+
+
+def _from_proto(path: Path, serialized: bytes) -> Tokenizer:
+    """SentencePiece itself."""
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    processor = SentencePieceProcessor()
+    try:
+        proto.ParseFromString(serialized)
+        processor.LoadFromSerializedProto(serialized)
+    except (DecodeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the vocabulary is damaged ({error})") from error
+    control = frozenset(
+        token for token, piece in enumerate(proto.pieces) if piece.type in (_UNKNOWN, _CONTROL)
+    )
+    return Tokenizer([piece.piece for piece in proto.pieces], control, processor.encode)
 
 
 def _from_json(path: Path) -> Tokenizer:

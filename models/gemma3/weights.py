@@ -4,11 +4,13 @@ Loading, sharding, random weights and ahead-of-time plans all read this table, s
 them can disagree with another about what a model is made of.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxattn.models.gemma3.config import Gemma3Config
@@ -27,27 +29,38 @@ Axis = Literal[
     "vision_heads",
     "vision_mlp",
 ]
+Quantization = Literal["int8"]  # see `quantize`
+SCALE = ".scale"  # ends the name of a quantised matrix's scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """One weight: its shape and what each axis counts.
 
-    Matrices are `[out, in]`. `norm`: the w of a gain `1 + w`, not the gain itself.
+    Matrices are `[out, in]`. `norm`: the w of a gain `1 + w`, not the gain itself. `quantized`:
+    rows are whole numbers, with scales under the same name and `SCALE`.
     """
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     norm: bool = False
+    quantized: Quantization | None = None
 
     @property
     def wide(self) -> bool:
-        """Kept in float32: gains and biases. Matrices are kept in the model's dtype."""
+        """Kept in float32: gains, biases and scales. Matrices are kept in the model's dtype."""
         return len(self.shape) == 1
 
+    def kept(self, dtype: DTypeLike) -> DTypeLike:
+        """In which dtype the weight is kept by a model of this dtype."""
+        return self.quantized or (jnp.float32 if self.wide else dtype)
 
-def weight_table(config: Gemma3Config) -> dict[str, Weight]:
-    """Every weight of a model by its canonical name. The head is the embedding."""
+
+def weight_table(config: Gemma3Config, quantize: Quantization | None = None) -> dict[str, Weight]:
+    """Every weight of a model by its canonical name. The head is the embedding.
+
+    Quantised, a matrix of the text model is int8 and is followed by its scales, one for each row.
+    """
     sizes: dict[Axis, int] = {
         "vocab": config.vocab_size,
         "embed": config.embed_dim,
@@ -81,7 +94,8 @@ def weight_table(config: Gemma3Config) -> dict[str, Weight]:
     table = {"embed": matrix("vocab", "embed")}
     for index in range(config.num_layers):
         table |= {f"layers.{index}.{name}": weight for name, weight in layer.items()}
-    return table | {"final_norm": norm("embed")} | _vision_table(config)
+    table |= {"final_norm": norm("embed")} | _vision_table(config)
+    return table if quantize is None else _quantized(table, quantize)
 
 
 def _vision_table(config: Gemma3Config) -> dict[str, Weight]:
@@ -128,9 +142,28 @@ def _vision_table(config: Gemma3Config) -> dict[str, Weight]:
     }
 
 
-def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
+def _quantized(table: dict[str, Weight], quantize: Quantization) -> dict[str, Weight]:
+    """The same weights with the matrices of the text model in int8, followed by their scales."""
+    result: dict[str, Weight] = {}
+    for name, weight in table.items():
+        if weight.wide or not (name == "embed" or name.startswith("layers.")):
+            result[name] = weight
+            continue
+        result[name] = replace(weight, quantized=quantize)
+        result[name + SCALE] = Weight(shape=weight.shape[:1], axes=weight.axes[:1])
+    return result
+
+
+def quantization_of(names: Iterable[str]) -> Quantization | None:
+    """How weights of these names are quantised."""
+    return "int8" if any(name.endswith(SCALE) for name in names) else None
+
+
+def expected_shapes(
+    config: Gemma3Config, quantize: Quantization | None = None
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's weights."""
-    return {name: weight.shape for name, weight in weight_table(config).items()}
+    return {name: weight.shape for name, weight in weight_table(config, quantize).items()}
 
 
 def weights_below(prefix: str, weights: dict[str, Array]) -> dict[str, Array]:
