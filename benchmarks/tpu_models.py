@@ -27,7 +27,7 @@ from benchmarks.tpu_aot import Case, Compiled, compile_cases
 from jaxattn import PageTable, RaggedBatch, Target, group_layers
 from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.cache.state import cache_shapes
-from jaxattn.engine.runner import HEADS
+from jaxattn.engine.replicas import HEADS
 from jaxattn.engine.sampler import Asked, ParamTable
 from jaxattn.engine.step import Buffers, StepInputs, make_step
 from jaxattn.models.gemma3.config import CONFIGS

@@ -56,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="send the prompt as a user's turn; needs an instruction-tuned checkpoint",
     )
+    generate.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show it with the prompt: before the text of the turn with --chat, else where the "
+        "prompt has <start_of_image>; may be repeated",
+    )
     generate.add_argument("--max-tokens", type=int, default=64, help="new tokens (64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0, help="0 keeps every token")
@@ -137,6 +145,9 @@ def _generate(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     start = time.perf_counter()
+    for file in options.image:
+        if not os.path.isfile(file):
+            raise FileNotFoundError(f"--image {file}: there is no such file")
     llm = LLM(
         options.model,
         dtype=options.dtype,
@@ -146,8 +157,13 @@ def _generate(options: argparse.Namespace) -> int:
         backend=options.backend,
     )
     loaded = time.perf_counter() - start
-    request = render_chat([{"role": "user", "content": prompt}]) if options.chat else prompt
-    chunks = llm.stream(request, params)
+    request = prompt
+    if options.chat:
+        parts: list[dict[str, str]] = [{"type": "image", "image": file} for file in options.image]
+        parts.append({"type": "text", "text": prompt})
+        request = render_chat([{"role": "user", "content": parts}])
+    images = {"images": options.image} if options.image else {}
+    chunks = llm.stream({"prompt": request, **images}, params)
     console = Console(stderr=True)
     start, times, text = time.perf_counter(), list[float](), "" if options.chat else prompt
     # The first two tokens each wait for a step to be compiled: prefill, then decode.

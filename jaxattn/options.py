@@ -51,6 +51,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="compute every prompt whole; outputs are the same",
     )
+    group.add_argument(
+        "--no-images",
+        dest="images",
+        action="store_false",
+        help="leave the vision tower out, where the checkpoint has one",
+    )
+    group.add_argument(
+        "--pan-and-scan",
+        action="store_true",
+        help="show an image that is far from square in crops too",
+    )
+    group.add_argument(
+        "--allow-remote-images",
+        action="store_true",
+        help="fetch images by http(s) URLs of requests; they may so reach what this machine can",
+    )
     group.add_argument("--backend", help="attention backend, see `jaxattn support`")
     group.add_argument(
         "--tensor-parallel", type=int, default=1, help="devices that share the kv heads (1)"
@@ -73,6 +89,7 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("model", "dtype", "quantize", "kv_dtype", "page_size", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "memory", "expected_len", "hybrid_kv_cache", "prefix_reuse"),
+        *("images", "pan_and_scan", "allow_remote_images"),
         *("backend", "tensor_parallel", "data_parallel", "seed"),
     )
     return {name: getattr(options, name) for name in names}

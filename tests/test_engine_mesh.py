@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxattn.engine.devices import make_mesh, place_weights
-from jaxattn.engine.runner import DATA, HEADS
+from jaxattn.engine.replicas import DATA, HEADS
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import weight_specs
 from jaxattn.models.gemma3.weights import random_weights

@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxattn.models.gemma3.chat import render_chat
+from jaxattn.models.gemma3.chat import chat_images, render_chat
 from jaxattn.models.gemma3.packaged import packaged_gguf
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,7 +20,8 @@ TEMPLATE = """\
 {%- for turn in turns -%}\
 {{ '<start_of_turn>' + ('model' if turn['role'] == 'assistant' else turn['role']) + '\n' + (first if loop.first else '') }}\
 {%- if turn['content'] is string -%}{{ turn['content'] | trim }}\
-{%- else -%}{%- for part in turn['content'] -%}{{ part['text'] | trim }}{%- endfor -%}{%- endif -%}\
+{%- else -%}{%- for part in turn['content'] -%}{%- if part['type'] == 'image' -%}{{ '<start_of_image>' }}\
+{%- else -%}{{ part['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}\
 {{ '<end_of_turn>\n' }}\
 {%- endfor -%}\
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}\
@@ -98,6 +99,42 @@ def test_model_is_another_word_for_assistant():
     assert render_chat([TURNS[0], message("model", "Hello"), TURNS[2]]) == render_chat(TURNS)
 
 
+IMAGE = {"type": "image", "image": "a.png"}
+
+
+def url(where, **more):
+    return {"type": "image_url", "image_url": {"url": where, **more}}
+
+
+def test_images_are_markers():
+    """White space around the texts is dropped, as the published template does."""
+    content = [*parts(" Hello \n"), IMAGE, *parts("\n and ", ""), url("data:,"), url("https://a")]
+    messages = [message("user", content), TURNS[1], message("user", [IMAGE])]
+    rendered, _ = render_jinja_template(
+        [
+            [
+                each
+                if isinstance(each["content"], str)
+                else message(
+                    each["role"],
+                    [
+                        part if part["type"] == "text" else {"type": "image"}
+                        for part in each["content"]
+                    ],
+                )
+                for each in messages
+            ]
+        ],
+        chat_template=TEMPLATE,
+        add_generation_prompt=True,
+        bos_token="",
+    )
+    assert render_chat(messages) == rendered[0]
+    assert "user\nHello<start_of_image>and<start_of_image><start_of_image><end" in rendered[0]
+    assert chat_images(messages) == ["a.png", "data:,", "https://a", "a.png"]
+    assert chat_images(TURNS) == []
+
+
 ROLES = {"u": "user", "a": "assistant", "s": "system", "m": "model"}
 
 
@@ -135,7 +172,14 @@ def test_roles_out_of_turn(roles, wrong, expected):
         (["Hello"], "message 0: expected the keys role and content, got 'Hello'"),
         ([message("user", None)], "message 0: content is a string or a list"),
         ([message("user", 3)], "message 0: content is a string or a list"),
-        ([message("user", [{"type": "image", "url": "x"}])], "message 0 has an image: images are"),
+        ([message("user", [{"type": "image", "url": "x"}])], "message 0: a part is"),
+        ([message("user", [{"type": "image_url", "image_url": "data:"}])], "begins with data:"),
+        ([message("user", [url("data:", detail="high")])], r"a url is all it may have \(every"),
+        ([message("user", [url("/etc/passwd")])], "begins with data:, http:// or https://, got"),
+        ([message("user", [url("file:///a.png")])], "begins with data:, http:// or https://, got"),
+        ([message("user", [url(None)])], "begins with data:, http:// or https://, got None"),
+        ([message("system", [IMAGE]), *TURNS], "message 0 of role 'system' has an image"),
+        ([TURNS[0], message("assistant", [IMAGE])], "message 1 of role 'assistant' has an image"),
         ([message("user", [{"type": "text"}])], "message 0: a part is"),
         ([message("user", [{"type": "text", "text": 3}])], "message 0: a part is"),
         ([message("user", ["x"])], "message 0: a part is"),

@@ -10,6 +10,7 @@ from jaxattn.serve.openai.bodies import (
     UNSUPPORTED,
     ChatBody,
     CompletionBody,
+    ImageUrl,
     Message,
     StreamOptions,
 )
@@ -226,24 +227,54 @@ def test_what_completions_do_not_have(llm):
 
 def test_unsupported_names_are_fields():
     """Their errors come from the models, so that the OpenAPI document has them too."""
-    models = (CompletionBody, ChatBody, Message, StreamOptions)
+    models = (CompletionBody, ChatBody, Message, ImageUrl, StreamOptions)
     assert UNSUPPORTED <= {name for model in models for name in model.model_fields}
 
 
 @pytest.mark.parametrize(
     ("content", "param"),
     [
-        ([{"type": "image_url", "image_url": {"url": "data:"}}], "messages[0].content[0].type"),
+        ([{"type": "file", "file": {"file_id": "a"}}], "messages[0].content[0].type"),
         (
             [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}],
             "messages[0].content[1].type",
         ),
     ],
 )
-def test_images_and_sound_are_refused(llm, content, param):
+def test_sound_and_files_are_refused(llm, content, param):
     error = refused(llm, CHAT_COMPLETIONS, messages=[{"role": "user", "content": content}])
     assert (error.status, error.param, error.code) == (400, param, "unsupported_parameter")
-    assert "only text is supported, not images" in error.message
+    assert "text and image_url are supported, not sound or files" in error.message
+
+
+@pytest.mark.parametrize(
+    ("image_url", "param", "code", "message"),
+    [
+        ({"url": "data:,"}, "messages", "invalid_value", "has no vision tower"),
+        ({"url": "https://a/b.png"}, "messages", "invalid_value", "has no vision tower"),
+        ({"url": "/etc/passwd"}, "messages", "invalid_value", "begins with data:, http:// or"),
+        ({"url": 3}, "messages[0].content[0].image_url.url", "invalid_value", "valid string"),
+        ({}, "messages[0].content[0].image_url.url", "missing_required_parameter", "is missing"),
+        ("data:,", "messages[0].content[0].image_url", "invalid_value", "valid dictionary"),
+        (
+            {"url": "data:,", "detail": "high"},
+            "messages[0].content[0].image_url.detail",
+            "unsupported_parameter",
+            "='high' is not supported",
+        ),
+        (
+            {"url": "data:,", "size": 3},
+            "messages[0].content[0].image_url.size",
+            "unknown_parameter",
+            "unknown parameter",
+        ),
+    ],
+)
+def test_images_of_a_text_model_and_wrong_ones(llm, image_url, param, code, message):
+    content = [{"type": "image_url", "image_url": image_url}]
+    error = refused(llm, CHAT_COMPLETIONS, messages=[{"role": "user", "content": content}])
+    assert (error.status, error.param, error.code) == (400, param, code)
+    assert message in error.message
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from jaxattn.engine.runner import DATA, HEADS
+from jaxattn.engine.replicas import DATA, HEADS
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.packaged import cache_folder
 from jaxattn.models.gemma3.sharding import weight_specs

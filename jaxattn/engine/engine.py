@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
 
 import numpy as np
 from jax.sharding import Mesh
@@ -10,8 +11,10 @@ from jax.sharding import Mesh
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan, group_layers
 from jaxattn.cache.sizing import capacity, cdiv, pool_pages, table_width, worst_demand
+from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.outputs import Logprob
-from jaxattn.engine.runner import HEADS, Dispatched, Results, Runner
+from jaxattn.engine.replicas import HEADS
+from jaxattn.engine.runner import Dispatched, Results, Runner
 from jaxattn.engine.sampler import TopLogprobs
 from jaxattn.engine.scheduler import STEPS_IN_FLIGHT, Scheduled, Scheduler
 from jaxattn.engine.sequence import Sequence, TextStream
@@ -31,14 +34,15 @@ class Engine:
     Not thread safe: one thread owns it.
 
     Args:
-        model: the text model; its `dtype` is that of activations. On a mesh its
+        model: its `dtype` is that of activations. On a mesh its
             weights lie as `weight_specs` says.
         eos_ids: tokens that end a continuation.
         kv_dtype: stored type of keys and values.
         page_size: tokens of a page.
         max_model_len: most tokens of a sequence, prompt included.
         max_num_seqs: most sequences that run at a time, on each replica.
-        max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks.
+        max_num_batched_tokens: most tokens of a step; longer prompts are computed in chunks. With a
+            vision tower a step must hold an image and a token of each other sequence.
         memory: bytes of the cache of one replica, over all of its devices. None: what
             `max_num_seqs` sequences of `max_model_len` need.
         expected_len: tokens of a typical sequence, None: a quarter of `max_model_len`. `memory` is
@@ -85,6 +89,7 @@ class Engine:
             tensor_parallel=mesh.shape[HEADS] if mesh else 1,
         )
         self.vocab_size = model.config.vocab_size
+        self.vision = model.config.vision
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_ids = eos_ids
@@ -128,11 +133,14 @@ class Engine:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, sequences) of every step that is ever compiled, on each replica."""
+        """(tokens, sequences) of every step that is ever compiled, on each replica.
+
+        With a vision tower each is compiled twice: for text alone, and with images.
+        """
         return tuple((size, min(size, self.schedulers[0].max_num_seqs)) for size in self.buckets)
 
     def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Compile all `shapes` now, before requests; `progress(how many are done)`."""
+        """Compile all steps now, before requests; `progress(how many are done)`."""
         if self.has_work:
             raise RuntimeError("precompile before there are requests, or once they are done")
         self.runner.precompile(progress)
@@ -184,11 +192,19 @@ class Engine:
             pages_total=tuple(total.tolist()),
         )
 
-    def check_prompt(self, token_ids: list[int]) -> None:
-        """Raise ValueError for a prompt that cannot be served."""
+    def check_prompt(self, token_ids: Sequences[int], images: Sequences[PlacedImage] = ()) -> None:
+        """Raise ValueError for a prompt that cannot be served.
+
+        `images`: in order, each with its id at all of its tokens.
+        """
         if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
-        wrong = [token for token in token_ids if not 0 <= token < self.vocab_size]
+        of_images = {each.image.token_id for each in images}
+        wrong = [
+            token
+            for token in token_ids
+            if not 0 <= token < self.vocab_size and token not in of_images
+        ]
         if wrong:
             raise ValueError(f"token ids {wrong[:8]} are outside 0 to {self.vocab_size - 1}")
         if len(token_ids) >= self.max_model_len:
@@ -197,6 +213,12 @@ class Engine:
                 f"leaves room for {self.max_model_len - 1} and one new token: shorten the prompt "
                 "or raise max_model_len"
             )
+        for each in images:
+            if self.vision is None:
+                raise ValueError("this model has no vision tower: it takes no images")
+            own = token_ids[each.start : each.end]
+            assert set(own) == {each.image.token_id}, "an image is not where it should be"
+            assert len(own) == self.vision.tokens_per_image
 
     def add(
         self,
@@ -205,11 +227,12 @@ class Engine:
         *,
         seed: int,
         stream: TextStream,
+        images: Sequences[PlacedImage] = (),
         prompt_index: int = 0,
         index: int = 0,
     ) -> Sequence:
         """Queue one continuation of a prompt (see `check_prompt`)."""
-        self.check_prompt(prompt_token_ids)
+        self.check_prompt(prompt_token_ids, images)
         if self._broken:
             self._recover()
         sequence = Sequence(
@@ -222,6 +245,7 @@ class Engine:
             max_len=self.max_model_len,
             eos_ids=self.eos_ids,
             stream=stream,
+            images=images,
         )
         self._next_id += 1
         self._prompt_tokens += sequence.num_prompt
@@ -337,7 +361,10 @@ class Engine:
     def _score_prompt(
         self, sequence: Sequence, share: Scheduled, scores: TopLogprobs, flat: int
     ) -> None:
-        """Report the prompt tokens that follow a share's tokens; `flat` is its first row."""
+        """Report the prompt tokens that follow a share's tokens; `flat` is its first row.
+
+        None for those of images: nothing predicts them.
+        """
         top = sequence.params.prompt_logprobs
         if top is None:
             return
@@ -345,7 +372,10 @@ class Engine:
             position = share.start + offset + 1
             if position == len(sequence.prompt_logprobs) + 1 and position < sequence.num_prompt:
                 token = sequence.tokens[position]
-                sequence.prompt_logprobs.append(self._report(scores, flat + offset, token, top))
+                report = None
+                if token < self.vocab_size:
+                    report = self._report(scores, flat + offset, token, top)
+                sequence.prompt_logprobs.append(report)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """End sequences, waiting or running, and free their pages. Finished ones stay."""
@@ -440,6 +470,14 @@ def plan_engine(
             f"{max_num_batched_tokens=} is less than {max_num_seqs=}: a step must hold one "
             "token of every sequence"
         )
+    if config.vision is not None:
+        least = config.vision.tokens_per_image + max_num_seqs - 1
+        if max_num_batched_tokens < least:
+            raise ValueError(
+                f"{max_num_batched_tokens=} is less than {least}: a step must hold an image "
+                f"({config.vision.tokens_per_image} tokens, which see each other) and one token of "
+                f"every other sequence ({max_num_seqs=}); raise it, or leave images out"
+            )
     if expected_len is not None and expected_len > max_model_len:
         raise ValueError(f"{expected_len=} is longer than {max_model_len=}")
     weight_specs(config, HEADS, tensor_parallel)  # raises what cannot be cut
@@ -453,7 +491,7 @@ def plan_engine(
             sliding_window=layer.mask.sliding_window,
             soft_cap=layer.mask.soft_cap,
             sinks=layer.mask.sinks,
-            image_rule="none",  # the engine passes no spans
+            image_rule=layer.mask.image_rule,
             causal=layer.mask.causal,
             num_q_heads=layer.num_q_heads // tensor_parallel,
             num_kv_heads=layer.store.num_kv_heads // tensor_parallel,

@@ -1,7 +1,7 @@
 """`LLM`: a Gemma 3 checkpoint that turns prompts into text, offline."""
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from os import PathLike
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from jaxattn.engine.devices import (
     use_compilation_cache,
 )
 from jaxattn.engine.engine import Engine, plan_engine
+from jaxattn.engine.images import public_ids
 from jaxattn.engine.outputs import RequestOutput, StreamChunk
+from jaxattn.engine.prompts import EncodedPrompt, PromptEncoder
 from jaxattn.engine.sequence import Sequence as Continuation
-from jaxattn.models.gemma3.chat import render_chat
 from jaxattn.models.gemma3.checkpoint import (
     check_quantization,
     load_config,
@@ -30,7 +31,8 @@ from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.sampling import SamplingParams
 from jaxattn.spec import check_positive_int
 
-Prompt = str | dict[str, list[int]]
+Prompt = str | dict[str, Any]
+Request = tuple[EncodedPrompt, SamplingParams]
 ModelDtype = Literal["float32", "bfloat16"]
 _DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -61,6 +63,11 @@ class LLM:
             `max_model_len`.
         hybrid_kv_cache: False stores windowed layers like global ones; outputs are the same.
         prefix_reuse: False computes every prompt whole; outputs are the same.
+        images: False leaves the vision tower out, and its memory, where the checkpoint has one.
+        pan_and_scan: show an image that is far from square in crops too, each as an image of its
+            own.
+        allow_remote_images: fetch images whose http(s) URL is given; others may so have this
+            machine ask its neighbours.
         backend: attention backend; None is the first that supports the model here.
         tensor_parallel: devices that share the heads of one replica.
         data_parallel: replicas, each with its own cache and `max_num_seqs` sequences. The first
@@ -86,6 +93,9 @@ class LLM:
         expected_len: int | None = None,
         hybrid_kv_cache: bool = True,
         prefix_reuse: bool = True,
+        images: bool = True,
+        pan_and_scan: bool = False,
+        allow_remote_images: bool = False,
         backend: str | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
@@ -106,7 +116,14 @@ class LLM:
         mesh = make_mesh(tensor_parallel=tensor_parallel, data_parallel=data_parallel)
         self.name = str(model)
         path = resolve_model(self.name)
-        config = load_config(str(path))
+        for name, value in (
+            ("images", images),
+            ("pan_and_scan", pan_and_scan),
+            ("allow_remote_images", allow_remote_images),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: expected True or False")
+        config = load_config(str(path), images=images)
         if max_model_len is None:
             max_model_len = min(config.max_position, _DEFAULT_MAX_MODEL_LEN)
         options: dict[str, Any] = {
@@ -125,6 +142,12 @@ class LLM:
         plan_engine(config, dtype=dtype, tensor_parallel=tensor_parallel, **options)
         use_compilation_cache(compilation_cache)
         self.tokenizer: Tokenizer = load_tokenizer(path)
+        self.prompts = PromptEncoder(
+            self.tokenizer,
+            config,
+            pan_and_scan=pan_and_scan,
+            allow_remote_images=allow_remote_images,
+        )
         self._progress = progress
         with self._bar() as bar:
             task = bar.add_task("loading", total=None, speed="")
@@ -132,6 +155,7 @@ class LLM:
                 path,
                 dtype=dtype,
                 quantize=quantize,
+                images=images,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         arrays = place_weights(config, weights, mesh)
@@ -150,7 +174,7 @@ class LLM:
     def precompile(self) -> None:
         """Compile every shape of a step now, with a progress bar, not when it first comes."""
         with self._bar() as bar:
-            task = bar.add_task("compiling", total=len(self.engine.buckets), speed="")
+            task = bar.add_task("compiling", total=self.engine.runner.num_shapes, speed="")
             self.engine.precompile(lambda done: bar.update(task, completed=done))
 
     def next_seed(self) -> int:
@@ -166,10 +190,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; the outputs come in the order of the prompts.
 
-        A prompt is a string, or `{"prompt_token_ids": [...]}`. `params`: for all prompts, or one
-        for each. Everything is checked before anything is computed (ValueError, TypeError).
+        A prompt is a string, `{"prompt_token_ids": [...]}`, or `{"prompt": "...", "images":
+        [...]}` with a `<start_of_image>` in the text for each image: a path, bytes of a file, a
+        data: URL, a PIL image or an array. `params`: for all prompts, or one for each. Everything
+        is checked before anything is computed (ValueError, TypeError).
         """
-        return self._complete(self._requests(prompts, params))
+        return self._complete(self._requests(prompts, params, self._encode))
 
     def chat(
         self,
@@ -178,12 +204,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several: `[{"role": "user", "content": "..."}]`.
 
+        A content may be a list of parts, images among them, see `render_chat`.
         Needs an instruction-tuned checkpoint to make sense; a base model continues the text.
         """
         conversations: Any = messages
         if messages and isinstance(messages[0], dict):
             conversations = [messages]
-        return self.generate([render_chat(each) for each in conversations], params)
+        return self._complete(
+            self._requests(conversations, params, lambda _, each: self.prompts.chat(each))
+        )
 
     def stream(
         self,
@@ -191,7 +220,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamChunk]:
         """New text as it comes, for all prompts at once. Closing the iterator frees the cache."""
-        requests = self._requests(prompts, params)
+        requests = self._requests(prompts, params, self._encode)
 
         def chunks() -> Generator[StreamChunk]:
             yield from self._run(requests, [])
@@ -200,10 +229,11 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[str | None, list[int], SamplingParams]]:
-        """`(text, token ids, params)` of every prompt, all checked."""
+        encode: Callable[[int, Any], EncodedPrompt],
+    ) -> list[Request]:
+        """Tokens and parameters of every prompt, all checked. `encode(number, prompt)`."""
         if isinstance(prompts, str | dict):
             prompts = [prompts]
         if not isinstance(prompts, Sequence):
@@ -218,45 +248,60 @@ class LLM:
         for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             if not isinstance(each, SamplingParams):
                 raise TypeError(f"prompt {number}: expected SamplingParams, got {each!r}")
-            text, ids = self._encode(number, prompt)
+            encoded = encode(number, prompt)
             try:
-                self.engine.check_prompt(ids)
+                self.engine.check_prompt(encoded.token_ids, encoded.images)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
-            requests.append((text, ids, each))
+            requests.append((encoded, each))
         return requests
 
-    def _encode(self, number: int, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, number: int, prompt: Prompt) -> EncodedPrompt:
         if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError(f"prompt {number} is empty: give some text")
-            return prompt, self.tokenizer.encode(prompt)
+            prompt = {"prompt": prompt}
+        if isinstance(prompt, dict) and set(prompt) in ({"prompt"}, {"prompt", "images"}):
+            return self._encode_text(number, **prompt)
         if not isinstance(prompt, dict) or set(prompt) != {"prompt_token_ids"}:
             raise TypeError(
-                f"prompt {number}: expected a string or a dict with just 'prompt_token_ids', "
-                f"got {prompt!r}"
+                f"prompt {number}: expected a string or a dict with just 'prompt_token_ids', or "
+                f"'prompt' and 'images', got {prompt!r}"
             )
         ids = prompt["prompt_token_ids"]
         if not isinstance(ids, Sequence) or isinstance(ids, str):
             raise TypeError(f"prompt {number}: prompt_token_ids is a list of ints, got {ids!r}")
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise TypeError(f"prompt {number}: prompt_token_ids are ints, got {ids[:8]}")
-        return None, list(ids)
+        return EncodedPrompt(None, list(ids))
+
+    def _encode_text(
+        self, number: int, prompt: str, images: Sequence[Any] | None = None
+    ) -> EncodedPrompt:
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt {number}: 'prompt' is a string, got {prompt!r}")
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty: give some text")
+        if images is not None and not isinstance(images, list | tuple):
+            raise TypeError(f"prompt {number}: 'images' is a list of images")
+        try:
+            return self.prompts.encode(prompt, images)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
 
     def _add(
         self,
-        requests: list[tuple[str | None, list[int], SamplingParams]],
+        requests: list[Request],
         continuations: list[Continuation],
     ) -> None:
-        for number, (_, ids, params) in enumerate(requests):
+        for number, (prompt, params) in enumerate(requests):
             seed = self.next_seed() if params.seed is None else params.seed
             for index in range(params.n):
                 continuations.append(
                     self.engine.add(
-                        ids,
+                        prompt.token_ids,
                         params,
                         seed=seed,
                         stream=self.tokenizer.stream(),
+                        images=prompt.images,
                         prompt_index=number,
                         index=index,
                     )
@@ -264,7 +309,7 @@ class LLM:
 
     def _run(
         self,
-        requests: list[tuple[str | None, list[int], SamplingParams]],
+        requests: list[Request],
         continuations: list[Continuation],
     ) -> Generator[StreamChunk]:
         """Queue the requests into `continuations`, step until all are done, yield what is new."""
@@ -298,11 +343,9 @@ class LLM:
         finally:
             leave()
 
-    def _complete(
-        self, requests: list[tuple[str | None, list[int], SamplingParams]]
-    ) -> list[RequestOutput]:
+    def _complete(self, requests: list[Request]) -> list[RequestOutput]:
         continuations: list[Continuation] = []
-        total = sum(params.n for *_, params in requests)
+        total = sum(params.n for _, params in requests)
         with self._bar() as bar, closing(self._run(requests, continuations)) as chunks:
             task = bar.add_task("generating", total=total, speed="")
             tokens = 0
@@ -316,8 +359,8 @@ class LLM:
         for each in continuations:
             outputs[each.prompt_index].append(each)
         return [
-            _request_output(text, ids, done)
-            for (text, ids, _), done in zip(requests, outputs, strict=True)
+            _request_output(prompt.text, public_ids(prompt.token_ids, self.engine.vocab_size), done)
+            for (prompt, _), done in zip(requests, outputs, strict=True)
         ]
 
     def _bar(self) -> Progress:

@@ -33,7 +33,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its `n` continuations. `prompt_logprobs[0]` is None: nothing precedes it."""
+    """A prompt and its `n` continuations.
+
+    `prompt_token_ids` has the id after the vocabulary for every token of an image. In
+    `prompt_logprobs` those are None, since nothing predicts them, and so is the first token.
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]

@@ -16,14 +16,15 @@ from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState, cache_shapes
+from jaxattn.engine.image_encoder import ImageEncoder, images_of
+from jaxattn.engine.images import public_ids
+from jaxattn.engine.replicas import DATA, HEADS, on_replicas
 from jaxattn.engine.sampler import Asked, ParamTable, TopLogprobs
 from jaxattn.engine.scheduler import Scheduled
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.sharding import pages_sharding
-
-DATA, HEADS = "data", "heads"  # the axes of an engine's mesh: requests, and what heads cut
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Runner:
         mesh: Mesh | None = None,
     ):
         self.plan = plan
+        self.vocab_size = model.config.vocab_size
         self.buckets = buckets
         self.num_pages = tuple(num_pages)
         self.mesh = mesh
@@ -97,7 +99,12 @@ class Runner:
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
         )
         self.buffers: Any = None
-        self._compiled: set[int] = set()
+        self._compiled: set[tuple[int, bool]] = set()  # tokens, whether some are an image's
+        self._encoder: ImageEncoder | None = None
+        if model.vision is not None:
+            self._encoder = ImageEncoder(
+                model.vision, mesh=mesh, sharding=self._sharding(PartitionSpec(DATA))
+            )
         self._load = jax.jit(
             _load, donate_argnums=0, out_shardings=self.buffer_shapes().tokens.sharding
         )
@@ -110,27 +117,22 @@ class Runner:
         buffers: Buffers,
         inputs: StepInputs,
         asked: Asked,
+        image_embeddings: Array | None,
         *,
         num_tokens: int,
     ) -> tuple[Buffers, StepOutputs]:
         """The step on every replica's part of the buffers and inputs."""
-        own = partial(step, num_tokens=num_tokens)
-        if self.num_replicas > 1:
-            cut, whole = PartitionSpec(DATA), PartitionSpec()
-            own = jax.shard_map(
-                own,
-                mesh=self.mesh,
-                in_specs=(whole, cut, cut, whole),
-                out_specs=cut,
-                axis_names={DATA},
-                check_vma=False,  # no output is the same on all replicas
-            )
-        return own(weights, buffers, inputs, asked)
+        own = on_replicas(
+            partial(step, num_tokens=num_tokens), self.mesh, cut=(False, True, True, False, True)
+        )
+        return own(weights, buffers, inputs, asked, image_embeddings)
 
     def reset(self) -> None:
         """Start with an empty cache (after a step that failed, its donated cache is gone)."""
         if self.buffers is not None:  # else there would be two caches for a moment
             jax.tree.map(lambda leaf: leaf.delete(), self.buffers)
+        if self._encoder is not None:
+            self._encoder.forget()
         with self._in_mesh():
             self.buffers = self._empty()
 
@@ -167,18 +169,22 @@ class Runner:
         return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
     def num_compiled(self) -> int:
-        """How many step shapes have been compiled so far: at most one for each bucket."""
+        """How many step shapes have been compiled so far: at most `num_shapes`."""
         return self._step._cache_size()  # type: ignore[attr-defined]
 
     def precompile(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Compile the step for every bucket, by steps without sequences; `progress(buckets done)`.
+        """Compile every shape of a step, by steps without sequences; `progress(how many are done)`.
 
         With a compilation cache (see `LLM`) later processes only read them.
         """
         nobody: list[list[Scheduled]] = [[] for _ in range(self.num_replicas)]
         self.load(0, 0, [])
-        for done, size in enumerate(self.buckets, start=1):
-            self._run(nobody, [None] * self.num_replicas, size).fetch()
+        for done, (size, images) in enumerate(self._shapes(), start=1):
+            embeddings = None
+            if self._encoder and images:
+                with self._in_mesh():
+                    embeddings = self._encoder.warm_up(size)
+            self._run(nobody, [None] * self.num_replicas, size, embeddings).fetch()
             progress(done)
 
     def load(self, replica: int, slot: int, tokens: Sequence[int]) -> None:
@@ -194,7 +200,7 @@ class Runner:
         """Put a sequence's tokens and parameters into its slot."""
         slot = sequence.slot
         assert slot is not None
-        self.load(replica, slot, sequence.tokens)
+        self.load(replica, slot, public_ids(sequence.tokens, self.vocab_size))
         self._num_prompt[replica, slot] = sequence.num_prompt
         self._params[replica].set(slot, sequence.params, seed=sequence.seed, sample=sequence.index)
 
@@ -206,25 +212,48 @@ class Runner:
             for share in step:
                 if share.fresh:
                     self.admit(replica, share.sequence)
-        return self._run(shares, allocators, self._bucket(shares))
+        size, images = self._shape(shares)
+        embeddings = None
+        if self._encoder and images:
+            with self._in_mesh():
+                embeddings = self._encoder.embeddings(shares, size)
+        return self._run(shares, allocators, size, embeddings)
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes of a step there are."""
+        return len(self._shapes())
 
     def is_compiled(self, shares: list[list[Scheduled]]) -> bool:
         """Whether a step of this shape has run before."""
-        return self._bucket(shares) in self._compiled
+        return self._shape(shares) in self._compiled
 
-    def _bucket(self, shares: list[list[Scheduled]]) -> int:
+    def _shapes(self) -> list[tuple[int, bool]]:
+        kinds = (False, True) if self._encoder else (False,)
+        return [(size, images) for images in kinds for size in self.buckets]
+
+    def _shape(self, shares: list[list[Scheduled]]) -> tuple[int, bool]:
+        """Tokens of a step, and whether it computes images, on any replica."""
         most = max(sum(share.num_tokens for share in step) for step in shares)
-        return min(size for size in self.buckets if size >= most)
+        images = any(share.images for step in shares for share in step)
+        return min(size for size in self.buckets if size >= most), images
 
     def _run(
         self,
         shares: list[list[Scheduled]],
         allocators: Sequence[PageAllocator | None],
         size: int,
+        image_embeddings: Array | None,
     ) -> Dispatched:
         rows = min(size, self._max_num_seqs)
         parts = [
-            self._inputs(replica, step, allocator, rows)
+            self._inputs(
+                replica,
+                step,
+                allocator,
+                rows,
+                None if image_embeddings is None else _image_spans(step, size),
+            )
             for replica, (step, allocator) in enumerate(zip(shares, allocators, strict=True))
         ]
         inputs = parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: np.concatenate(p), *parts)
@@ -237,9 +266,9 @@ class Runner:
             # One transfer for all of them: each on its own costs a tenth of a millisecond.
             inputs = jax.device_put(inputs, self._sharding(PartitionSpec(DATA)))
             self.buffers, out = self._step(
-                self._weights, self.buffers, inputs, asked, num_tokens=size
+                self._weights, self.buffers, inputs, asked, image_embeddings, num_tokens=size
             )
-        self._compiled.add(size)
+        self._compiled.add((size, image_embeddings is not None))
         wanted = (
             out.chosen,
             out.logprobs if asked.logprobs else None,
@@ -250,7 +279,12 @@ class Runner:
         return Dispatched(shares, wanted)
 
     def _inputs(
-        self, replica: int, step: list[Scheduled], allocator: PageAllocator | None, rows: int
+        self,
+        replica: int,
+        step: list[Scheduled],
+        allocator: PageAllocator | None,
+        rows: int,
+        image_spans: Int32[np.ndarray, "tokens 2"] | None,
     ) -> StepInputs:
         """A replica's part of a step, as host arrays. No allocator: no sequences."""
         slots = np.full(rows, self._max_num_seqs, np.int32)
@@ -281,8 +315,17 @@ class Runner:
             "num_prompt": num_prompt,
             "samples": samples,
             "params": self._params[replica].rows(slots, kv_lens - num_prompt),
+            "image_spans": image_spans,
         }
         return StepInputs(**inputs)
+
+
+def _image_spans(step: list[Scheduled], size: int) -> Int32[np.ndarray, "tokens 2"]:
+    """Of each flat token of a replica's step, start and end of its image; (0, 0) for text."""
+    spans = np.zeros((size, 2), np.int32)
+    for each, rows in images_of(step):
+        spans[rows] = each.start, each.end
+    return spans
 
 
 def _load(tokens: Int32[Array, "slots length"], slot: Array, row: Array) -> Array:

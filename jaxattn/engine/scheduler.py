@@ -6,6 +6,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from jaxattn.cache.pages import PageAllocator
+from jaxattn.engine.images import PlacedImage, whole_images
 from jaxattn.engine.sequence import Sequence
 
 STEPS_IN_FLIGHT = 2  # one runs while the next is scheduled and started
@@ -24,6 +25,12 @@ class Scheduled(NamedTuple):
     samples: bool
     fresh: bool
 
+    @property
+    def images(self) -> list[PlacedImage]:
+        """Images that it computes: to their ends, and whole unless their beginning was cached."""
+        end = self.start + self.num_tokens
+        return [each for each in self.sequence.images if self.start < each.end <= end]
+
 
 class Scheduler:
     """First come, first served, on the pages of one cache.
@@ -35,6 +42,9 @@ class Scheduler:
 
     A step may be scheduled while the one before it runs. Then nobody is preempted: a scheduler
     that would have to schedules nothing, and does it once that step is settled.
+
+    An image is computed in one step, so that a share may end early, or wait. A step must hold one
+    and a token of each other sequence: then the oldest that is not decoding always goes on.
 
     `buckets`: the token counts that steps are compiled for, ascending.
     """
@@ -86,13 +96,13 @@ class Scheduler:
 
     def _budget(self) -> int:
         """Tokens for this step: what is pending, unless that would leave its bucket half empty."""
-        next_ones = islice(self.waiting, len(self._slots))
-        pending = sum(each.num_pending for each in (*self.running, *next_ones))
-        pending = min(pending, self.max_num_batched_tokens)
+        candidates = (*self.running, *islice(self.waiting, len(self._slots)))
+        pending = min(sum(each.num_pending for each in candidates), self.max_num_batched_tokens)
+        largest = max((each.largest_piece for each in candidates), default=1)
         decoding = sum(each.num_pending == 1 for each in self.running)
         smaller = max((size for size in self.buckets if size <= pending), default=0)
         larger = min(size for size in self.buckets if size >= pending)
-        if decoding < smaller and 4 * pending < 3 * larger:
+        if decoding + largest <= smaller and 4 * pending < 3 * larger:
             return smaller
         return pending
 
@@ -101,6 +111,7 @@ class Scheduler:
         shares = []
         for sequence in sorted(self.running, key=lambda each: each.num_pending > 1):
             count = min(sequence.num_pending, budget)
+            count = whole_images(sequence.images, sequence.num_placed, count)
             if count:
                 shares.append((sequence, count))
                 budget -= count
@@ -131,8 +142,11 @@ class Scheduler:
             room = self.allocator.has_room(match, sequence.num_chosen, others, self.buckets[-1])
             if self.running and not room:
                 break
-            self.allocator.admit(sequence.id, match)
             count = min(sequence.num_chosen - match.num_tokens, budget)
+            count = whole_images(sequence.images, match.num_tokens, count)
+            if not count:
+                break
+            self.allocator.admit(sequence.id, match)
             if not self.allocator.grow({sequence.id: match.num_tokens + count}):
                 self.allocator.release(sequence.id)
                 break

@@ -1,7 +1,9 @@
 """One continuation in progress: its tokens, how far the cache holds them, and its text so far."""
 
+from collections.abc import Sequence as Sequences
 from typing import Protocol
 
+from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.outputs import CompletionOutput, FinishReason, Logprob
 from jaxattn.sampling import SamplingParams
 
@@ -24,6 +26,7 @@ class Sequence:
 
     Tokens below `num_settled` are in the cache for certain, those below `num_placed` once the
     steps that run are done. `prompt_index` and `index` say which prompt and continuation it is.
+    `images` are those of the prompt, in order.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class Sequence:
         max_len: int,
         eos_ids: tuple[int, ...],
         stream: TextStream,
+        images: Sequences[PlacedImage] = (),
     ):
         self.id = sequence_id
         self.tokens = list(prompt_token_ids)
         self.num_prompt = len(prompt_token_ids)
+        self.images = tuple(images)
         self.params = params
         self.prompt_index = prompt_index
         self.index = index
@@ -55,7 +60,7 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self.error: Exception | None = None
         self.logprobs: list[dict[int, Logprob]] = []
-        self.prompt_logprobs: list[dict[int, Logprob]] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._eos_ids = () if params.ignore_eos else eos_ids
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
         self._stream = stream
@@ -72,6 +77,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are still to be computed, so that the next one can be chosen."""
         return self.num_chosen - self.num_placed if self.num_chosen < self.max_len else 0
+
+    @property
+    def largest_piece(self) -> int:
+        """The most tokens that have to be computed in one step before it ends."""
+        left = [each for each in self.images if each.end > self.num_placed]
+        return max((each.end - each.start for each in left), default=1)
 
     @property
     def in_flight(self) -> bool:

@@ -45,7 +45,8 @@ class Buffers:
 class StepInputs:
     """What the host says of a step. Row s of everything is sequence s of the batch.
 
-    `samples`: rows that choose a token.
+    `samples`: rows that choose a token. `image_spans`: of each flat token, absolute start and end
+    of its image, equal for text; None in a step of text alone.
     """
 
     batch: RaggedBatch
@@ -53,6 +54,7 @@ class StepInputs:
     num_prompt: Int32[Array, "rows"]
     samples: Bool[Array, "rows"]
     params: RowParams
+    image_spans: Int32[Array, "tokens 2"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,21 +70,34 @@ class StepOutputs:
 def make_step(
     model: Gemma3, plan: CachePlan, **attention: Any
 ) -> tuple[list[Array], Callable[..., tuple[Buffers, StepOutputs]]]:
-    """The model's weights, flat, and `step(weights, buffers, inputs, asked, num_tokens=...)`.
+    """The text model's weights, flat, and
+    `step(weights, buffers, inputs, asked, image_embeddings, num_tokens=...)`.
 
-    `num_tokens` is static: the flat tokens of the step, padding included.
+    `num_tokens` is static: the flat tokens of the step, padding included. `image_embeddings` are
+    None where the inputs have no `image_spans`.
     """
-    graph, state = nnx.split(model)
+    graph, tower, state = nnx.split(model, _in_tower, ...)  # a step does not run the tower
     # Flat: flattening the nested state in Python would cost each step a millisecond.
     weights, tree = jax.tree.flatten(state)
 
     def step(
-        weights: list[Array], buffers: Buffers, inputs: StepInputs, asked: Asked, *, num_tokens: int
+        weights: list[Array],
+        buffers: Buffers,
+        inputs: StepInputs,
+        asked: Asked,
+        image_embeddings: Float[Array, "tokens embed"] | None = None,
+        *,
+        num_tokens: int,
     ) -> tuple[Buffers, StepOutputs]:
-        model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-        return _step(model, plan, attention, buffers, inputs, asked, num_tokens)
+        model = nnx.merge(graph, tower, jax.tree.unflatten(tree, weights))
+        images = {"image_embeddings": image_embeddings, "image_spans": inputs.image_spans}
+        return _step(model, plan, attention | images, buffers, inputs, asked, num_tokens)
 
     return weights, step
+
+
+def _in_tower(path: tuple[Any, ...], leaf: Any) -> bool:
+    return path[0] == "vision"
 
 
 def _step(

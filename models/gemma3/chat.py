@@ -1,8 +1,10 @@
 """Gemma 3's turn format: what instruction-tuned checkpoints expect to read."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+IMAGE_MARKER = "<start_of_image>"
 _TURN_NAMES = {"user": "user", "assistant": "model", "model": "model"}
 
 
@@ -15,19 +17,24 @@ def render_chat(
         {system, blank line}{content}<end_of_turn>
         <start_of_turn>model
 
-    A message is `{"role": ..., "content": ...}`; content is a string or a list of
-    `{"type": "text", "text": ...}`; white space around each text of a turn is dropped. Roles are
-    user and assistant (or model) in turns, beginning with user; one system message may come first
-    and is folded, as it is, into the first user turn.
+    A message is `{"role": ..., "content": ...}`; content is a string or a list of parts:
+
+        {"type": "text", "text": ...}
+        {"type": "image", "image": ...}                       (what `images.load_image` takes)
+        {"type": "image_url", "image_url": {"url": ...}}      (data: or http(s):)
+
+    White space around each text of a turn is dropped; an image of a user's turn is an
+    IMAGE_MARKER, see `chat_images`. Roles are user and assistant (or model) in turns, beginning
+    with user; one system message may come first and is folded, as it is, into the first user turn.
 
     Control tokens that a content spells out, such as <end_of_turn>, are not escaped.
 
-    Raises ValueError for roles out of turn, unknown roles or keys, images, and no messages.
+    Raises ValueError for roles out of turn, unknown roles, keys or parts, and no messages.
     """
     if not messages:
         raise ValueError("messages is empty: give at least one user message")
     roles = [_role(index, message) for index, message in enumerate(messages)]
-    parts = [_parts(index, message) for index, message in enumerate(messages)]
+    parts = [_texts(index, message) for index, message in enumerate(messages)]
     prefix, first = "", 0
     if roles[0] == "system":
         prefix, first = "".join(parts[0]) + "\n\n", 1
@@ -48,6 +55,17 @@ def render_chat(
     return text + "<start_of_turn>model\n" if add_generation_prompt else text
 
 
+def chat_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What stands for the images of messages that `render_chat` takes, in order."""
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if not isinstance(content, str) for part in content]
+    return [
+        part["image"] if part["type"] == "image" else part["image_url"]["url"]
+        for part in parts
+        if part["type"] != "text"
+    ]
+
+
 def _role(index: int, message: Mapping[str, Any]) -> str:
     if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise ValueError(f"message {index}: expected the keys role and content, got {message!r}")
@@ -57,19 +75,48 @@ def _role(index: int, message: Mapping[str, Any]) -> str:
     return role
 
 
-def _parts(index: int, message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content."""
+def _texts(index: int, message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content, markers for its images."""
     content = message["content"]
     if isinstance(content, str):
         return [content]
     if not isinstance(content, Sequence):
         raise ValueError(f"message {index}: content is a string or a list of parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image":
-            raise ValueError(f"message {index} has an image: images are not supported yet")
-        if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(
-                f'message {index}: a part is {{"type": "text", "text": ...}}, got {part!r}'
-            )
-    return [part["text"] for part in content]
+    texts = [_text(index, part) for part in content]
+    if message["role"] != "user" and any(part["type"] != "text" for part in content):
+        raise ValueError(
+            f"message {index} of role {message['role']!r} has an image: only a user's may have one"
+        )
+    return texts
+
+
+def _text(index: int, part: Any) -> str:
+    """The text of a part, after a check."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and set(part) == {"type", "text"} and isinstance(part["text"], str):
+        return part["text"]
+    if kind == "image" and set(part) == {"type", "image"}:
+        return IMAGE_MARKER
+    if kind == "image_url" and set(part) == {"type", "image_url"}:
+        _check_url(index, part["image_url"])
+        return IMAGE_MARKER
+    raise ValueError(
+        f'message {index}: a part is {{"type": "text", "text": ...}}, {{"type": "image", "image": '
+        f'...}} or {{"type": "image_url", "image_url": {{"url": ...}}}}, got {reprlib.repr(part)}'
+    )
+
+
+def _check_url(index: int, image_url: Any) -> None:
+    """Raise ValueError unless this is `{"url": ...}`; a file is not to be had that way."""
+    given = dict(image_url) if isinstance(image_url, Mapping) else {}
+    url, detail = given.pop("url", None), given.pop("detail", None)
+    if given or detail not in (None, "auto"):
+        raise ValueError(
+            f"message {index}: image_url={reprlib.repr(image_url)}: a url is all it may have "
+            "(every image is seen in the one resolution that the model has)"
+        )
+    if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
+        raise ValueError(
+            f"message {index}: the url of an image begins with data:, http:// or https://, got "
+            f"{reprlib.repr(url)}"
+        )

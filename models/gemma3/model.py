@@ -24,7 +24,10 @@ from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
 def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-    """The attention layers of a model, for `jaxattn.group_layers`."""
+    """The attention layers of a model, for `jaxattn.group_layers`.
+
+    With a vision tower, a token of an image sees the image's later ones too, within the window.
+    """
     store = StoreSpec(
         page_size=page_size,
         num_kv_heads=config.num_kv_heads,
@@ -36,7 +39,10 @@ def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple
             name=f"layers.{index}",
             num_q_heads=config.num_q_heads,
             scale=config.query_scale,
-            mask=MaskSpec(sliding_window=record.sliding_window),
+            mask=MaskSpec(
+                sliding_window=record.sliding_window,
+                image_rule="none" if config.vision is None else "clamp",
+            ),
             store=store,
         )
         for index, record in enumerate(config.layers)
@@ -80,9 +86,16 @@ class Gemma3(nnx.Module):
         *,
         plan: CachePlan,
         batch: RaggedBatch,
+        image_embeddings: Float[Array, "tokens embed"] | None = None,
+        image_spans: Int32[Array, "tokens 2"] | None = None,
         **attention: Any,
     ) -> tuple[Float[Array, "tokens embed"], CacheState]:
         """Final hidden states of a step's flat tokens, and the cache with their KV written.
+
+        `image_spans`: of each token, absolute start and end of its image, equal for text. Those of
+        images, whose ids are not looked at, take their `image_embeddings` (see `encode_images`)
+        as they are: only those of text are multiplied by `sqrt(embed_dim)`. All of an image, or
+        its end if the cache has the rest, must be in one step.
 
         `attention`: `backend`, `target`, `heads_axis` and the like, as of `jaxattn.attend`.
 
@@ -90,13 +103,33 @@ class Gemma3(nnx.Module):
         """
         if len(plan.layers) != len(self.blocks):
             raise ValueError(f"a plan of {len(plan.layers)} layers for {len(self.blocks)} blocks")
+        if image_spans is not None and self.config.vision is None:
+            raise ValueError("image_spans for a text model")
+        if (image_embeddings is None) != (image_spans is None):
+            raise ValueError("give image_embeddings and image_spans, or neither")
+        attention["image_spans"] = image_spans
+        x = self._embed(token_ids, image_embeddings, image_spans)
+        for layer, block in zip(plan.layers, self.blocks, strict=True):
+            x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, **attention)
+        return self.final_norm(x), cache
+
+    def _embed(
+        self,
+        token_ids: Int32[Array, "tokens"],
+        image_embeddings: Float[Array, "tokens embed"] | None,
+        image_spans: Int32[Array, "tokens 2"] | None,
+    ) -> Float[Array, "tokens embed"]:
+        is_image = None
+        if image_spans is not None:
+            is_image = image_spans[:, 0] < image_spans[:, 1]
+            token_ids = jnp.where(is_image, 0, token_ids)
         x = jnp.take(self.embed[...], token_ids, axis=0)
         if self.embed_scale is not None:
             x = x.astype(jnp.float32) * jnp.take(self.embed_scale[...], token_ids)[:, None]
         x = x.astype(self.dtype) * jnp.asarray(math.sqrt(self.config.embed_dim), self.dtype)
-        for layer, block in zip(plan.layers, self.blocks, strict=True):
-            x, cache = block(x, cache, layer=layer, plan=plan, batch=batch, **attention)
-        return self.final_norm(x), cache
+        if is_image is None or image_embeddings is None:
+            return x
+        return jnp.where(is_image[:, None], image_embeddings.astype(x.dtype), x)
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32, from the tied embedding."""

@@ -103,6 +103,7 @@ class OfflineBatch:
                     params,
                     seed=seed,
                     stream=self._llm.tokenizer.stream(),
+                    images=request.job.images[prompt_index],
                     prompt_index=prompt_index,
                     index=index,
                 )

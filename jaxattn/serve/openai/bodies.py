@@ -100,11 +100,26 @@ class TextPart(_Strict):
     text: str
 
 
+class ImageUrl(_Strict):
+    """Where an image is."""
+
+    url: Annotated[str, Field(description="data:image/...;base64,... (http if the server may)")]
+    # Not supported: the model sees every image in one resolution.
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(_Strict):
+    """An image in a user's message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class Message(_Strict):
     """A turn of a conversation. The null fields are those of an answer that is sent back."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[TextPart | ImagePart], Field(min_length=1, fail_fast=True)]
     # Not supported.
     name: None = None
     refusal: None = None
@@ -151,5 +166,6 @@ class ChatBody(_Body):
 UNSUPPORTED = frozenset(
     "logit_bias best_of suffix tools tool_choice parallel_tool_calls functions function_call "
     "response_format modalities audio prediction reasoning_effort verbosity web_search_options "
-    "metadata store service_tier name refusal annotations tool_calls include_obfuscation".split()
+    "metadata store service_tier name refusal annotations tool_calls include_obfuscation "
+    "detail".split()
 )

@@ -1,12 +1,13 @@
 """From the JSON body of a request to token ids and sampling parameters."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
 
+from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.llm import LLM
 from jaxattn.engine.sequence import Sequence
-from jaxattn.models.gemma3.chat import render_chat
 from jaxattn.models.gemma3.tokenizer import Tokenizer
 from jaxattn.sampling import SamplingParams
 from jaxattn.serve.openai.bodies import ChatBody, CompletionBody, Message
@@ -22,7 +23,8 @@ _DEFAULT_MAX_TOKENS = 16  # of completions; a chat goes on as long as there is r
 class Job:
     """A request that has been checked and can run: `params.n` continuations of every prompt.
 
-    `texts` has the prompts as they were given, None for token ids. `max_tokens` is what was asked
+    `texts` has the prompts as they were given, None for token ids; `images` those of each prompt,
+    in order. `max_tokens` is what was asked
     for: 0 is only the prompt, although the engine makes one token then.
     """
 
@@ -30,6 +32,7 @@ class Job:
     model: str
     prompts: tuple[tuple[int, ...], ...]
     texts: tuple[str | None, ...]
+    images: tuple[tuple[PlacedImage, ...], ...]
     params: SamplingParams
     max_tokens: int
     echo: bool
@@ -69,6 +72,7 @@ def submit(job: Job, llm: LLM) -> list[Sequence]:
                     job.params,
                     seed=seed,
                     stream=llm.tokenizer.stream(),
+                    images=job.images[prompt_index],
                     prompt_index=prompt_index,
                     index=index,
                 )
@@ -105,6 +109,7 @@ def _parse_completion(body: CompletionBody, llm: LLM) -> Job:
         url=COMPLETIONS,
         prompts=ids,
         texts=texts,
+        images=((),) * len(ids),
         params=_params(
             body,
             llm,
@@ -134,10 +139,11 @@ def _parse_chat(body: ChatBody, llm: LLM) -> Job:
             code="invalid_value",
         )
     try:
-        text = render_chat([_turn(each) for each in body.messages])
+        prompt = llm.prompts.chat([_turn(each) for each in body.messages])
     except ValueError as error:
         raise RequestError(400, str(error), param="messages", code="invalid_value") from None
-    ids = _encode([text], "messages", llm)
+    _check_prompt(prompt.token_ids, prompt.images, "messages", llm)
+    ids = (tuple(prompt.token_ids),)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, name)
     if max_tokens is None:
@@ -146,7 +152,8 @@ def _parse_chat(body: ChatBody, llm: LLM) -> Job:
     return Job(
         url=CHAT_COMPLETIONS,
         prompts=ids,
-        texts=(text,),
+        texts=(prompt.text,),
+        images=(prompt.images,),
         params=_params(
             body,
             llm,
@@ -218,16 +225,25 @@ def _encode(prompts: list[Any], param: str, llm: LLM) -> tuple[tuple[int, ...], 
     encoded = []
     for number, prompt in enumerate(prompts):
         where = f"{param}[{number}]: " if len(prompts) > 1 else ""
-        code = "invalid_value"
         try:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            if len(ids) >= llm.engine.max_model_len:
-                code = "context_length_exceeded"
-            llm.engine.check_prompt(ids)
         except ValueError as error:
-            raise RequestError(400, f"{where}{error}", param=param, code=code) from None
+            raise RequestError(400, f"{where}{error}", param=param, code="invalid_value") from None
+        _check_prompt(ids, (), param, llm, where)
         encoded.append(tuple(ids))
     return tuple(encoded)
+
+
+def _check_prompt(
+    ids: Sequences[int], images: Sequences[PlacedImage], param: str, llm: LLM, where: str = ""
+) -> None:
+    code = "invalid_value"
+    if len(ids) >= llm.engine.max_model_len:
+        code = "context_length_exceeded"
+    try:
+        llm.engine.check_prompt(ids, images)
+    except ValueError as error:
+        raise RequestError(400, f"{where}{error}", param=param, code=code) from None
 
 
 def _room(prompt: tuple[int, ...], llm: LLM) -> int:

@@ -120,7 +120,7 @@ class CompletionLogprobs:
         ids = self._ids[self._num_unseen :]
         return self._job.tokenizer.decode(ids, skip_special=False)
 
-    def prompt(self, logprobs: Sequences[dict[int, Logprob]]) -> list[dict[str, Any]]:
+    def prompt(self, logprobs: Sequences[dict[int, Logprob] | None]) -> list[dict[str, Any]]:
         """Entries of the prompt's tokens; `logprobs` are those of all but the first."""
         if self._job.params.logprobs is None:
             return []

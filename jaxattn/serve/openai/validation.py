@@ -31,9 +31,14 @@ def _explain(invalid: ValidationError, body: Any) -> RequestError:
         name = reprlib.repr(errors[0]["input"])
         return RequestError(400, f"{name} is no parameter's name", code="unknown_parameter")
     field = errors[0]["loc"][0]
+    of_other_kinds = {each["loc"][:-1] for each in errors if each["type"] == "literal_error"}
     error = max(
         (each for each in errors if each["loc"][0] == field),
-        key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
+        key=lambda each: (
+            len(each["loc"]),
+            each["loc"][:-1] not in of_other_kinds,
+            not each["type"].endswith("_type"),
+        ),
     )
     path, names = _path(error["loc"], error["type"])
     got = reprlib.repr(error["input"])
@@ -47,7 +52,7 @@ def _explain(invalid: ValidationError, body: Any) -> RequestError:
         )
     if error["type"] == "literal_error" and names[-2:] == ["content", "type"]:
         return unsupported(
-            path, f"{path}={got}: only text is supported, not images, sound or files"
+            path, f"{path}={got}: text and image_url are supported, not sound or files"
         )
     if field in UNSUPPORTED or names[-1] in UNSUPPORTED:
         param = str(field) if field in UNSUPPORTED else path
@@ -78,6 +83,6 @@ def _path(location: tuple[int | str, ...], kind: str) -> tuple[str, list[str]]:
 
 
 _FIELDS = frozenset(
-    "messages role content type text stream_options include_usage include_obfuscation "
-    "name refusal audio function_call annotations tool_calls".split()
+    "messages role content type text image_url url detail stream_options include_usage "
+    "include_obfuscation name refusal audio function_call annotations tool_calls".split()
 ) | {*CompletionBody.model_fields, *ChatBody.model_fields}
