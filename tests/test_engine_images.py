@@ -9,8 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxattn.engine.devices import make_mesh, place_weights
 from jaxattn.engine.image_encoder import _NUM_KEPT
 from jaxattn.engine.images import whole_images
+from jaxattn.models.gemma3.checkpoint import load_weights
+from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.registry import CAPABILITIES, UnsupportedAttentionError
 from jaxattn.sampling import SamplingParams
 from tests import tiny_model, tiny_vision, vision_models
@@ -31,10 +34,10 @@ STEP = 2 * TOKENS + 5
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
 
 
-def make_engine(name=NAME, **options):
+def make_engine(name=NAME, model=None, **options):
     """Few shapes, so that little is compiled."""
     options = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP} | options
-    engine = tiny_model.engine(vision_models.load(name), **options)
+    engine = tiny_model.engine(model or vision_models.load(name), **options)
     engine.runner.buckets = (4, *engine.buckets[-1:])
     return engine
 
@@ -96,7 +99,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [*range(TOKENS, TOKENS + 6), STEP])
+@pytest.mark.parametrize("chunk", [TOKENS, TOKENS + 1, TOKENS + 5, STEP])
 def test_chunks_that_hold_an_image(engine, chunk):
     narrow(engine, chunk=chunk, memory=20, prefix_reuse=False)
     for prompt in PROMPTS[1:4]:
@@ -110,7 +113,7 @@ def test_batches_in_every_state_of_the_cache(hybrid, reuse):
     engine = shared_engine(hybrid)
     narrow(engine, chunk=TOKENS + 3, memory=3, prefix_reuse=reuse)
     draw = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(3):
         order = [PROMPTS[place] for place in draw.permutation(len(PROMPTS))]
         for sequence in run(engine, order):
             assert_greedy(NAME, sequence)
@@ -119,6 +122,19 @@ def test_batches_in_every_state_of_the_cache(hybrid, reuse):
             evict(allocator, group, int(draw.integers(allocator.free_pages[group])))
     assert (engine.stats().prefix_hit_tokens > 0) or not reuse
     assert_empty(engine)
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_shared_among_devices(tensor, data, tmp_path):
+    mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
+    folder = vision_models.write(tmp_path, NAME)
+    config, weights = load_weights(folder, dtype="float32")
+    engine = make_engine(model=Gemma3(config, place_weights(config, weights, mesh)), mesh=mesh)
+    for prompts in (PROMPTS, PROMPTS[::-1], [["a", 5], ["a", 6], [7], ["e", 5], ["f", 5]]):
+        for sequence in run(engine, prompts):
+            assert_greedy(NAME, sequence)
+    assert engine.stats().prefix_hit_tokens > 0
+    assert engine.runner.num_compiled() <= engine.runner.num_shapes
 
 
 def test_preempted(engine):

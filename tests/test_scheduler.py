@@ -1,12 +1,14 @@
 """The scheduler without a model: every step adds a token, every token asks for pages."""
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import given, settings
 
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import group_layers
 from jaxattn.cache.sizing import worst_demand
 from jaxattn.engine.engine import token_buckets
+from jaxattn.engine.images import Image, PlacedImage
 from jaxattn.engine.scheduler import Scheduler
 from jaxattn.engine.sequence import Sequence
 from jaxattn.models.gemma3.model import layer_specs
@@ -32,7 +34,7 @@ def make_scheduler(max_num_seqs=3, max_num_batched_tokens=16):
     )
 
 
-def make_sequence(number, prompt_len, max_tokens):
+def make_sequence(number, prompt_len, max_tokens, images=()):
     return Sequence(
         number,
         [1] * prompt_len,
@@ -43,6 +45,7 @@ def make_sequence(number, prompt_len, max_tokens):
         max_len=MAX_LEN,
         eos_ids=(),
         stream=PlainText(),
+        images=images,
     )
 
 
@@ -97,6 +100,62 @@ def test_everything_finishes_within_the_budget(requests, max_num_seqs, budget):
     for each, (prompt_len, max_tokens) in zip(sequences, requests, strict=True):
         assert len(each.new_tokens) == min(max_tokens, MAX_LEN - prompt_len)
         assert each.finish_reason == "length"
+    assert is_empty(scheduler)
+
+
+IMAGE = Image(np.zeros((1, 1, 3), np.float32), 300)
+IMAGE_TOKENS = 7
+
+
+def image_places(gaps):
+    """Images after so many tokens each, and a token of text at the end."""
+    places, position = [], 0
+    for gap in gaps:
+        position += gap
+        places.append(PlacedImage(position, position + IMAGE_TOKENS, IMAGE))
+        position += IMAGE_TOKENS
+    return places, position + 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 9)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_images_are_whole_and_nobody_waits_for_ever(requests, max_num_seqs, more, decode_long):
+    """With the least budget that an engine allows, or `more`."""
+    scheduler = make_scheduler(max_num_seqs, IMAGE_TOKENS + max_num_seqs - 1 + more)
+    sequences = []
+    for number, (gaps, max_tokens) in enumerate(requests):
+        places, length = image_places(gaps)
+        tokens = 40 if decode_long and number % 2 else max_tokens
+        sequences.append(make_sequence(number, length, tokens, places))
+        scheduler.add(sequences[-1])
+    while scheduler.running or scheduler.waiting:
+        oldest = next((each for each in scheduler.running if each.num_pending > 1), None)
+        step = scheduler.schedule()
+        assert step, "a step that does nothing"
+        assert oldest is None or oldest in [share.sequence for share in step], "the oldest waits"
+        assert sum(share.num_tokens for share in step) <= scheduler.max_num_batched_tokens
+        for share in step:
+            end = share.start + share.num_tokens
+            for each in share.sequence.images:
+                assert end <= each.start or each.end <= end or share.start >= each.end
+            computed = [each for each in share.sequence.images if share.start < each.end <= end]
+            assert share.images == computed
+        scheduler.settle(step)
+        for share in step:
+            if share.samples:
+                share.sequence.add_token(9)
+            if share.sequence.finish_reason is not None:
+                scheduler.finish(share.sequence)
+    assert all(each.finish_reason == "length" for each in sequences)
     assert is_empty(scheduler)
 
 
