@@ -3,6 +3,7 @@
 The pictures of "narrow_window" have 16 tokens, its windows 5.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -14,6 +15,7 @@ from jaxattn.engine.image_encoder import _NUM_KEPT
 from jaxattn.engine.images import whole_images
 from jaxattn.models.gemma3.checkpoint import load_weights
 from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.models.gemma3.weights import expected_shapes
 from jaxattn.registry import CAPABILITIES, UnsupportedAttentionError
 from jaxattn.sampling import SamplingParams
 from tests import tiny_model, tiny_vision, vision_models
@@ -35,16 +37,19 @@ SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
 
 
 def make_engine(name=NAME, model=None, **options):
-    """Few shapes, so that little is compiled."""
+    """One size of step, so that little is compiled."""
     options = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP} | options
     engine = tiny_model.engine(model or vision_models.load(name), **options)
-    engine.runner.buckets = (4, *engine.buckets[-1:])
+    engine.runner.buckets = engine.buckets[-1:]
     return engine
 
 
 @cache
 def shared_engine(hybrid=True):
-    return make_engine(hybrid_kv_cache=hybrid)
+    engine = make_engine(hybrid_kv_cache=hybrid)
+    if hybrid:
+        engine.runner.buckets = (4, *engine.buckets[-1:])
+    return engine
 
 
 @pytest.fixture
@@ -63,11 +68,22 @@ def run(engine, prompts, params=None):
     return sequences
 
 
-@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+@pytest.mark.parametrize(
+    "name", [NAME, "global_only", pytest.param("wide_window", marks=pytest.mark.slow)]
+)
 def test_scores_are_those_of_transformers(name):
-    """In chunks, by the engine: every word's log-probability, and the two likeliest's."""
+    """In chunks, by the engine: every word's log-probability, and the two likeliest's.
+
+    All is compiled before, the encoder included.
+    """
     tokens = tiny_vision.CONFIGS[name]["mm_tokens_per_image"]
     engine = make_engine(name, max_num_batched_tokens=tokens + 3)
+    done = []
+    engine.precompile(done.append)
+    assert done == [1, 2]
+    encoder = engine.runner._encoder
+    functions = (engine.runner._step, encoder._encode, encoder._place, encoder._blank)
+    compiled = [each._cache_size() for each in functions]
     for images in (2, 1):
         ids, placed = reference_prompt(name, images)
         sequence = add(engine, (ids, placed), SCORED)
@@ -86,6 +102,7 @@ def test_scores_are_those_of_transformers(name):
                 assert entry.logprob == pytest.approx(expected[position - 1, token], abs=1e-4)
         assert words == 5 + 5 * images
         assert sequence.new_tokens == [expected[-1].argmax()]
+    assert compiled == [each._cache_size() for each in functions]
 
 
 PROMPTS = [
@@ -193,24 +210,8 @@ def test_steps_of_text_are_compiled_without_images(engine):
     run(engine, [[5, 6, 7], ["a", 5, 6, 7]])
     assert {(4, False), (STEP, True)} <= engine.runner._compiled
     assert engine.runner.num_compiled() <= engine.runner.num_shapes == 4
-    text = make_engine()
-    assert len(text.runner._weights) == len(jax.tree.leaves(MODEL.blocks)) + 2  # not the tower's
-
-
-def test_nothing_is_compiled_after_precompiling():
-    engine = make_engine("global_only", max_num_batched_tokens=12)
-    done = []
-    engine.precompile(done.append)
-    assert done == [1, 2, 3, 4]
-    compiled = engine.runner.num_compiled()
-    name, encoder = "global_only", engine.runner._encoder
-    sizes = [each._cache_size() for each in (encoder._encode, encoder._place, encoder._blank)]
-    for images in (1, 2):
-        add(engine, reference_prompt(name, images))
-        while engine.has_work:
-            engine.step()
-    assert engine.runner.num_compiled() == compiled == 4
-    assert sizes == [e._cache_size() for e in (encoder._encode, encoder._place, encoder._blank)]
+    text = expected_shapes(replace(MODEL.config, vision=None))
+    assert len(engine.runner._weights) == len(text), "the tower's too"
 
 
 def test_penalties_do_not_see_images(engine):

@@ -76,7 +76,8 @@ def make_step(
     `num_tokens` is static: the flat tokens of the step, padding included. `image_embeddings` are
     None where the inputs have no `image_spans`.
     """
-    graph, tower, state = nnx.split(model, _in_tower, ...)  # a step does not run the tower
+    # A step does not run the tower.
+    graph, tower, state = nnx.split(model, _in_tower, ...)  # type: ignore[misc]
     # Flat: flattening the nested state in Python would cost each step a millisecond.
     weights, tree = jax.tree.flatten(state)
 
