@@ -271,7 +271,7 @@ def test_an_interrupt_leaves_the_llm_usable(llm, monkeypatch):
         (5, TypeError, "prompts=5: expected a prompt or a list"),
         ([5, 6], TypeError, "prompt 0: expected a string or a dict with just 'prompt_token_ids'"),
         (["a", None], TypeError, "prompt 1: expected a string or a dict"),
-        ({"prompt": "a"}, TypeError, "prompt 0: expected a string or a dict"),
+        ({"prompt": "a", "image": 1}, TypeError, "prompt 0: expected a string or a dict"),
         ({"prompt_token_ids": [1], "more": 1}, TypeError, "prompt 0: expected a string"),
         ({"prompt_token_ids": None}, TypeError, "prompt_token_ids is a list of ints, got None"),
         ({"prompt_token_ids": "12"}, TypeError, "prompt_token_ids is a list of ints, got '12'"),
