@@ -57,7 +57,7 @@ def weight_bytes(dtype: str, quantize: Quantization | None = None) -> int:
     """Bytes of the weights."""
     table = weight_table(load_config(MODEL), quantize)
     return sum(
-        math.prod(each.shape) * jnp.dtype(each.dtype or dtype).itemsize for each in table.values()
+        math.prod(each.shape) * jnp.dtype(each.kept(dtype)).itemsize for each in table.values()
     )
 
 
