@@ -158,7 +158,9 @@ def ragged_paged_attention(
     `kv_lens[i] - 1`. Donate `kv_pages` to your jit, so that they are updated in place.
 
     Args:
-        queries, keys, values: the new tokens (after rope and norms).
+        queries: of the new tokens, after rope and norms.
+        keys: the same.
+        values: of the new tokens.
         kv_pages: this layer's pages, see `kv_pages_shape`.
         kv_lens: length of each sequence, *including* its new tokens.
         page_indices: page table; column c of a sequence is its page `first_page + c`. Tokens
