@@ -27,6 +27,7 @@ from jaxattn.models.gemma3.checkpoint import (
 )
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
+from jaxattn.registry import Backend
 from jaxattn.sampling import SamplingParams
 from jaxattn.spec import check_positive_int
 
@@ -86,7 +87,7 @@ class LLM:
         expected_len: int | None = None,
         hybrid_kv_cache: bool = True,
         prefix_reuse: bool = True,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         seed: int = 0,
