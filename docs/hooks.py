@@ -61,4 +61,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return relpath(uri(target), Path(here).parent)
         return f"{config.repo_url}/blob/main/{target.relative_to(ROOT).as_posix()}"
 
+    # On GitHub itself, for notebooks, which are also read elsewhere.
+    markdown = markdown.replace(f"]({config.repo_url}/blob/main/", f"]({relpath(ROOT, folder)}/")
     return TABLE.sub(lambda match: jaxattn.support_table(), LINK.sub(relink, markdown))
