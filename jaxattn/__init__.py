@@ -20,6 +20,8 @@ from jaxattn.kernels.pallas.gpu_shape import GpuTiles as GpuTiles
 from jaxattn.kernels.pallas.tiles import DecodeTiles as DecodeTiles
 from jaxattn.kernels.pallas.tiles import PrefillTiles as PrefillTiles
 from jaxattn.kernels.pallas.tiles import Tiles as Tiles
+from jaxattn.registry import Backend as Backend
+from jaxattn.registry import Capabilities as Capabilities
 from jaxattn.registry import Target as Target
 from jaxattn.registry import UnsupportedAttentionError as UnsupportedAttentionError
 from jaxattn.sampling import SamplingParams as SamplingParams

@@ -17,7 +17,7 @@ from jaxattn.kernels import layout, reference, xla
 from jaxattn.kernels.layout import KVPages, QuantizedPages
 from jaxattn.kernels.pallas.gpu_shape import GpuTiles, multiprocessors
 from jaxattn.kernels.pallas.tiles import Tiles, chip_of
-from jaxattn.registry import CAPABILITIES, Need, Target, select
+from jaxattn.registry import Backend, Need, Target, check_backend_name, select
 from jaxattn.sharding import over_heads
 from jaxattn.spec import (
     KV_DTYPES,
@@ -104,7 +104,7 @@ def kv_pages_shape(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> jax.ShapeDtypeStruct | QuantizedPages:
     """Shape and dtype of one layer's KV pages, a pytree of `jax.ShapeDtypeStruct`.
 
@@ -120,8 +120,7 @@ def kv_pages_shape(
         check_positive_int(name, value)
     if dtype not in KV_DTYPES:
         raise ValueError(f"{dtype=}: a cache stores one of {', '.join(KV_DTYPES)}")
-    if backend is not None and backend not in CAPABILITIES:
-        raise ValueError(f"{backend=}: the backends are {', '.join(map(repr, CAPABILITIES))}")
+    check_backend_name(backend)
     return layout.KVLayout(
         page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
     ).pages(num_pages)
@@ -146,7 +145,7 @@ def ragged_paged_attention(
     causal: bool = True,
     first_page: Int32[Array, "seqs"] | None = None,
     update_kv_cache: bool = True,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     target: Target | None = None,
     interpret: "InterpretParams | InterpretGPUParams | bool" = False,
     tiles: Tiles | GpuTiles | None = None,
@@ -158,7 +157,9 @@ def ragged_paged_attention(
     `kv_lens[i] - 1`. Donate `kv_pages` to your jit, so that they are updated in place.
 
     Args:
-        queries, keys, values: the new tokens (after rope and norms).
+        queries: of the new tokens, after rope and norms.
+        keys: the same.
+        values: of the new tokens.
         kv_pages: this layer's pages, see `kv_pages_shape`.
         kv_lens: length of each sequence, *including* its new tokens.
         page_indices: page table; column c of a sequence is its page `first_page + c`. Tokens
@@ -178,7 +179,8 @@ def ragged_paged_attention(
         first_page: page index that column 0 of the table stands for, so that a window group's
             table may hold live pages only. Default 0.
         update_kv_cache: False for a layer that reads another layer's pages and writes nothing.
-        backend: a name: that one runs, or raises. None: the first that supports the call.
+        backend: a name, or a `Backend` of one's own: that one runs, or raises. None: the first
+            that supports the call.
         target: the device to compile for; default: that of the abstract mesh in use if it names
             one, else this process's default device.
         interpret: run the Pallas backend that is named in its interpreter, on any machine, as it
@@ -229,10 +231,10 @@ def ragged_paged_attention(
             "image_spans were given to a layer with image_rule='none', which would ignore them; "
             "use image_rule='clamp' or 'extend', or pass no spans"
         )
-    if interpret and backend not in _PALLAS:
+    if interpret and (isinstance(backend, Backend) or backend not in _PALLAS):
         raise ValueError(f"interpret= with {backend=}: name one of {', '.join(_PALLAS)}")
     if interpret is not False:
-        assert backend is not None
+        assert isinstance(backend, str)
         interpret = _interpreter(interpret, backend)
     if target is None:
         target = Target.current()
@@ -258,7 +260,7 @@ def ragged_paged_attention(
         tiles=tiles,
     )
     chosen = select(need, backend)
-    kernel = _KERNELS.get(chosen)
+    kernel = backend.kernel if isinstance(backend, Backend) else _KERNELS.get(chosen)
     if kernel is None:
         kernel = partial(_PALLAS[chosen], target=target, tiles=tiles, interpret=interpret or None)
     arrays = queries, keys, values, kv_pages, kv_lens, page_indices, cu_q_lens, distribution
@@ -286,7 +288,7 @@ def attend(
     batch: RaggedBatch,
     sinks: Float[Array, "q_heads"] | None = None,
     image_spans: Int32[Array, "tokens 2"] | None = None,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     target: Target | None = None,
     interpret: "InterpretParams | InterpretGPUParams | bool" = False,
     tiles: Tiles | GpuTiles | None = None,

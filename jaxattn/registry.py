@@ -170,6 +170,30 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class Backend:
+    """A backend of one's own: pass it as `backend=` wherever a backend's name is taken.
+
+    Args:
+        row: what it can do; all else is refused before `kernel` is called. Its name is new.
+        kernel: called with the arrays and the options of `kernels.reference.ragged_paged_attention`
+            in the same order and by the same names; returns the same.
+
+    `jaxattn.testing.check_backend` holds it to the float32 reference.
+    """
+
+    row: Capabilities
+    kernel: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.row, Capabilities):
+            raise TypeError(f"row={self.row!r}: expected a jaxattn.registry.Capabilities")
+        if not callable(self.kernel):
+            raise TypeError(f"kernel={self.kernel!r}: expected a function")
+        if self.row.backend in CAPABILITIES:
+            raise ValueError(f"{self.row.backend!r} is a backend of jaxattn: choose another name")
+
+
+@dataclass(frozen=True)
 class Reason:
     """One reason against a backend: what was asked, what it supports, what to do."""
 
@@ -488,19 +512,28 @@ def supports(row: Capabilities, need: Need) -> tuple[Reason, ...]:
     return tuple(reason for reason in found if reason is not None)
 
 
-def select(need: Need, backend: str | None = None) -> str:
+def check_backend_name(backend: str | Backend | None) -> None:
+    """Raise ValueError unless `backend` is None, a row's name, or a backend of one's own."""
+    if backend is not None and not isinstance(backend, Backend) and backend not in CAPABILITIES:
+        raise ValueError(f"{backend=}: the backends are {', '.join(map(repr, CAPABILITIES))}")
+
+
+def select(need: Need, backend: str | Backend | None = None) -> str:
     """The backend to run: the one asked for, or the first of `AUTOMATIC` that supports the need.
 
     Raises:
         UnsupportedAttentionError: with every reason of every candidate.
         ValueError: `backend` is not the name of a row.
     """
-    if backend is not None and backend not in CAPABILITIES:
-        raise ValueError(f"{backend=}: the backends are {', '.join(map(repr, CAPABILITIES))}")
-    candidates = AUTOMATIC if backend is None else (backend,)
+    check_backend_name(backend)
+    if isinstance(backend, Backend):
+        candidates = {backend.row.backend: backend.row}
+    else:
+        names = AUTOMATIC if backend is None else (backend,)
+        candidates = {name: CAPABILITIES[name] for name in names}
     reasons = {}
-    for name in candidates:
-        reasons[name] = supports(CAPABILITIES[name], need)
+    for name, row in candidates.items():
+        reasons[name] = supports(row, need)
         if not reasons[name]:
             if backend is None:
                 _log_choice(name, need.target, tuple(_passed_over(reasons, need.target)))

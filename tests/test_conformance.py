@@ -8,14 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.kernels.layout import page_array
-from jaxattn.registry import ANY, CAPABILITIES
+from jaxattn.registry import CAPABILITIES
+from jaxattn.testing.conformance import (
+    IMAGES,
+    MIXED,
+    WINDOW,
+    base,
+    check,
+    check_pool,
+    claimed_features,
+    claimed_geometries,
+    claimed_page_sizes,
+    mixed,
+    within,
+)
 from tests.attention_cases import (
     LARGE_TILES,
     bits,
     cells,
     choices,
-    dtypes_of,
     expected,
     expected_pool,
     laid_out,
@@ -34,61 +45,13 @@ from tests.attention_cases import (
 )
 
 SLOW = True  # in an interpreter, see `cells`
-WINDOW = 11  # no page size divides it, nor the other way round
-# Decode, a single token, a sequence of none with and without a past, chunks past three windows.
-MIXED = ((1, 37), (1, 1), (1, 16), (9, 9), (0, 0), (6, 50), (0, 21), (1, 8), (12, 12))
-IMAGES = {3: [(2, 7)], 5: [(45, 49)], 8: [(0, 3), (3, 12)]}
 
 
-def base(row):
-    """A geometry inside the row's claims."""
-
-    def clip(value, limits):
-        return value if limits is ANY else min(max(value, limits[0]), limits[1])
-
-    return {
-        "head_dim": min(row.head_dims or (8,)),
-        "page_size": page_size_of(row, 8),
-        "ratio": clip(2, row.q_heads_per_kv_head),
-        **dtypes_of(row),
-    }
-
-
-def mixed(row, lengths=MIXED, decode=3, **geometry):
-    """A batch in one common shape, with a table wider than any sequence needs."""
-    geometry = base(row) | geometry
-    if jnp.dtype(geometry["kv_dtype"]).itemsize == 1:
-        step = row.quantized_page_multiple
-        geometry["page_size"] = -(-geometry["page_size"] // step) * step
-    width = -(-50 // geometry["page_size"]) + 3
-    return make_case(lengths, decode=decode, tokens=40, seqs=11, width=width, **geometry)
-
-
-def within(limits, *values):
-    """The limits themselves and those values between them."""
-    if limits is ANY:
-        return values
-    return tuple(sorted({*limits, *(v for v in values if limits[0] <= v <= limits[1])}))
-
-
-def claimed_page_sizes(row, *sizes):
-    """The least and the largest, and those of `sizes` between them that the row claims."""
-    every = within(row.page_sizes, *sizes)
-    return [size for size in every if not (row.page_sizes_of_two and size & (size - 1))]
-
-
-def claimed_geometries(row):
-    """Every claimed head_dim, page size, ratio and pair of dtypes, one at a time."""
-    for head_dim in row.head_dims or (8, 40):
-        yield f"head_dim {head_dim}", {"head_dim": head_dim}, WINDOW, SLOW
-    for page_size in claimed_page_sizes(row, 1, 8, 16, 40):
-        yield f"page_size {page_size}", {"page_size": page_size}, WINDOW, SLOW
-    for ratio in within(row.q_heads_per_kv_head, 1, 3, 40):
-        yield f"ratio {ratio}", {"ratio": ratio, "kv_heads": 2}, WINDOW, SLOW
+def geometries(row):
+    """Those of `claimed_geometries`, and what an interpreter has time for."""
+    for name, geometry in claimed_geometries(row):
+        yield name, geometry, WINDOW, SLOW
     pairs = list(product(row.query_dtypes, row.kv_dtypes))
-    for query_dtype, kv_dtype in pairs:
-        geometry = {"query_dtype": query_dtype, "kv_dtype": kv_dtype}
-        yield f"{query_dtype} on {kv_dtype}", geometry, WINDOW, SLOW
     if runs_here(row):
         return
     # Compiled slowly, and windowed decode is a kernel of its own: all that at once.
@@ -106,26 +69,6 @@ def claimed_geometries(row):
         name = " ".join(map(str, geometry.values()))
         for window in (WINDOW, None):
             yield f"{name} {window}", geometry, window, (window is None) == (index % 2 == 0)
-
-
-def claimed_features(row):
-    """Every claimed feature alone, and all at once: (name, arguments, image spans or not)."""
-    everything, images = {}, False
-    if row.soft_cap:
-        everything["soft_cap"] = 0.7
-        yield "soft_cap", {"soft_cap": 0.7}, False
-    if row.sinks:
-        everything["sinks"] = jnp.array([0.5, -1.0, 2.0, 0.0])
-        yield "sinks", {"sinks": everything["sinks"]}, False
-    if row.non_causal:
-        yield "non-causal", {"causal": False}, False
-    for rule in row.image_rules:
-        if rule != "none":
-            images, everything["image_rule"] = True, rule
-            yield f"image {rule}", {"image_rule": rule}, True
-            if row.non_causal:
-                yield f"image {rule} non-causal", {"image_rule": rule, "causal": False}, True
-    yield "everything", everything, images
 
 
 def features_and_windows(row):
@@ -154,25 +97,7 @@ def page_sizes(*cases):
     return claimed
 
 
-def check(case, out, atol, **mask):
-    """Outputs are the oracle's, and padding is exactly zero."""
-    assert out.dtype == case.queries.dtype
-    np.testing.assert_allclose(out.astype(np.float32), expected(case, **mask), atol=atol, rtol=atol)
-    assert not out[case.num_tokens :].any()
-
-
-def check_pool(case, pages):
-    """The whole pool: new rows in place, all else as it was, the null page zero."""
-    wanted = laid_out(*expected_pool(case))
-    assert np.array_equal(bits(page_array(pages)), bits(page_array(wanted)))
-    assert not page_array(pages)[0].any()
-    if case.scales is not None:
-        # A scale is a quotient, which a compiled program may round otherwise than an eager one.
-        np.testing.assert_allclose(pages.scales, wanted.scales, rtol=3e-7)
-        assert not pages.scales[0].any()
-
-
-@pytest.mark.parametrize(("row", "geometry", "window"), cells(claimed_geometries))
+@pytest.mark.parametrize(("row", "geometry", "window"), cells(geometries))
 def test_claimed_geometry(row, geometry, window):
     window = window if row.sliding_window else None
     case = mixed(row, **geometry)

@@ -22,7 +22,7 @@ from jaxattn.engine.stats import EngineStats
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
 from jaxattn.models.gemma3.sharding import weight_specs
-from jaxattn.registry import Need, Target, select
+from jaxattn.registry import Backend, Need, Target, select
 from jaxattn.sampling import SamplingParams
 from jaxattn.sharding import pages_sharding
 from jaxattn.spec import check_positive_int
@@ -69,7 +69,7 @@ class Engine:
         expected_len: int | None = None,
         hybrid_kv_cache: bool = True,
         prefix_reuse: bool = True,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         mesh: Mesh | None = None,
         token_text: Callable[[int], str] = str,
     ):
@@ -444,7 +444,7 @@ def plan_engine(
     expected_len: int | None = None,
     hybrid_kv_cache: bool = True,
     prefix_reuse: bool = True,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     tensor_parallel: int = 1,
 ) -> tuple[CachePlan, tuple[int, ...]]:
     """The cache plan of an engine and the pages of each group's pool, the null page included.

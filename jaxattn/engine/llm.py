@@ -28,6 +28,7 @@ from jaxattn.models.gemma3.checkpoint import (
 )
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
+from jaxattn.registry import Backend
 from jaxattn.sampling import SamplingParams
 from jaxattn.spec import check_positive_int
 
@@ -96,7 +97,7 @@ class LLM:
         images: bool = True,
         pan_and_scan: bool = False,
         allow_remote_images: bool = False,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         seed: int = 0,

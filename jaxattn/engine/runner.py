@@ -24,6 +24,7 @@ from jaxattn.engine.scheduler import Scheduled
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
 from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.registry import Backend
 from jaxattn.sharding import pages_sharding
 
 
@@ -68,7 +69,7 @@ class Runner:
         widths: Sequence[int],
         max_num_seqs: int,
         buckets: tuple[int, ...],
-        backend: str | None,
+        backend: str | Backend | None,
         mesh: Mesh | None = None,
     ):
         self.plan = plan
