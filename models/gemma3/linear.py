@@ -47,8 +47,7 @@ def project(
     would convert whole for any number of rows, is multiplied in blocks.
     """
     if scale is not None:
-        product = _int8_product(x, weight)
-        return (product * scale[None]).astype(out_dtype)
+        return (_int8_product(x, weight) * scale[None]).astype(out_dtype)
     product = partial(_dot, out_dtype=out_dtype)
     if x.shape[0] > 1 or weight.dtype == jnp.float32:
         return product(x, weight)
