@@ -21,6 +21,7 @@ from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.models.gemma3.chat import render_chat
 from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
 from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.models.gemma3.sharding import shared_config
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.sampling import SamplingParams
 from jaxattn.spec import check_positive_int
@@ -54,7 +55,8 @@ class LLM:
         hybrid_kv_cache: False stores windowed layers like global ones; outputs are the same.
         prefix_reuse: False computes every prompt whole; outputs are the same.
         backend: attention backend; None is the first that supports the model here.
-        tensor_parallel: devices that share the heads of one replica.
+        tensor_parallel: devices that share the heads of one replica; a multiple of the kv heads
+            stores each of them on several. The query heads bound it: 4 for 270M and 1B.
         data_parallel: replicas, each with its own cache and `max_num_seqs` sequences. The first
             `tensor_parallel * data_parallel` devices that JAX sees are used.
         seed: of requests that state none.
@@ -124,6 +126,7 @@ class LLM:
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         arrays = place_weights(config, weights, mesh)
+        config = shared_config(config, tensor_parallel)
         if options["memory"] is None:
             options["memory"] = free_memory(mesh)
         self.engine = Engine(

@@ -18,13 +18,16 @@ from jaxattn.models.gemma3.weights import expected_shapes, weights_below
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
-def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-    """The attention layers of a model, for `jaxattn.group_layers`."""
+def layer_specs(
+    config: Gemma3Config, *, page_size: int, kv_dtype: str, shards: int = 1
+) -> tuple[LayerSpec, ...]:
+    """The attention layers of a model, for `jaxattn.group_layers`, on `shards` devices."""
     store = StoreSpec(
         page_size=page_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
+        shards=shards,
     )
     return tuple(
         LayerSpec(
