@@ -26,9 +26,12 @@ MAX_LEN, BATCH = 32768, 8
 HEAD = f"""\
 # Gemma 3 on TPU slices that are not here
 
-`python -m benchmarks.tpu_plans --write`: what `jaxattn plan --model M --target T --max-len {MAX_LEN}
---batch {BATCH}` prints, for {len(MODELS)} models and {len(TARGETS)} slices. The engine's own decode and prefill
-steps, compiled ahead of time. Nothing was run: bytes are the compiler's, speeds are bounds.
+`python -m benchmarks.tpu_plans --write`: what
+
+    jaxattn plan --model M --target T --max-len {MAX_LEN} --batch {BATCH}
+
+prints for {len(MODELS)} models and {len(TARGETS)} slices. The engine's own decode and prefill steps,
+compiled ahead of time. Nothing was run: bytes are the compiler's, speeds are bounds.
 """
 
 

@@ -12,14 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxattn.engine.devices import (
     free_memory,
     make_mesh,
-    place_weights,
     use_compilation_cache,
+    weight_placer,
 )
 from jaxattn.engine.engine import Engine, plan_engine
 from jaxattn.engine.outputs import RequestOutput, StreamChunk
 from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.models.gemma3.chat import render_chat
-from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
+from jaxattn.models.gemma3.checkpoint import load_config, resolve_model, stream_weights
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import shared_config
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
@@ -120,17 +120,16 @@ class LLM:
         self._progress = progress
         with self._bar() as bar:
             task = bar.add_task("loading", total=None, speed="")
-            config, weights = load_weights(
+            config, weights = stream_weights(
                 path,
                 dtype=dtype,
+                place=weight_placer(config, mesh),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        arrays = place_weights(config, weights, mesh)
-        config = shared_config(config, tensor_parallel)
         if options["memory"] is None:
             options["memory"] = free_memory(mesh)
         self.engine = Engine(
-            Gemma3(config, arrays),
+            Gemma3(shared_config(config, tensor_parallel), weights),
             eos_ids=self.tokenizer.eos_ids,
             token_text=self.tokenizer.token,
             mesh=mesh,

@@ -52,8 +52,8 @@ class Wanted:
     layers: int | None = None
 
     def config(self) -> Gemma3Config:
-        """The model's config, without its weights."""
-        config = load_config(self.model)
+        """The text model's config, without its weights."""
+        config = load_config(self.model, images=False)
         return replace(config, layers=config.layers[: self.layers])
 
     def engine_plan(

@@ -19,6 +19,11 @@ RULES: Mapping[Axis, str | None] = {
     "kv_heads": HEADS,
     "head": None,
     "mlp": HEADS,
+    "patches": None,
+    "patch_values": None,
+    "vision_embed": None,
+    "vision_heads": None,
+    "vision_mlp": None,
 }
 
 
@@ -72,7 +77,7 @@ def abstract_weights(
     return {
         name: jax.ShapeDtypeStruct(
             weight.shape,
-            jnp.dtype(jnp.float32 if weight.norm else dtype),
+            jnp.dtype(jnp.float32 if weight.wide else dtype),
             sharding=None if mesh is None else NamedSharding(mesh, specs[name]),
         )
         for name, weight in weight_table(config).items()
