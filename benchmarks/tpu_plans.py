@@ -30,8 +30,8 @@ HEAD = f"""\
 
     jaxattn plan --model M --target T --max-len {MAX_LEN} --batch {BATCH}
 
-prints for {len(MODELS)} models and {len(TARGETS)} slices. The engine's own decode and prefill steps,
-compiled ahead of time. Nothing was run: bytes are the compiler's, speeds are bounds.
+prints for {len(MODELS)} models and {len(TARGETS)} slices. The engine's own decode and prefill
+steps, compiled ahead of time. Nothing was run: bytes are the compiler's, speeds are bounds.
 """
 
 

@@ -23,7 +23,7 @@ from jaxattn.models.gemma3.checkpoint import load_config
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
-from jaxattn.registry import Target
+from jaxattn.registry import Target, UnsupportedAttentionError
 from jaxattn.sharding import DATA, HEADS
 from jaxattn.spec import check_positive_int
 
@@ -161,19 +161,31 @@ def plan_target(
     sequences of `wanted.max_len`; if there are none, as many as can share the model. The cache
     gets 9 tenths of what the weights leave, as in `LLM`.
 
-    Raises DoesNotFitError, with what would; ValueError for options that are wrong in themselves.
+    Raises DoesNotFitError, with what would; UnsupportedAttentionError where the kernels cannot
+    serve the layers; ValueError for options that are wrong in themselves.
     """
     where = slice_of(target)
     sizes = _sizes(where, wanted.config(), tensor_parallel, data_parallel)
-    plans = []
+    plan = _best(wanted, where, sizes)
+    if plan is None:
+        raise DoesNotFitError(_why_not(wanted, where, sizes[-1]))
+    return plan
+
+
+def _best(wanted: Wanted, where: Slice, sizes: Sequence[int]) -> TargetPlan | None:
+    """With the first size whose cache holds the batch, else the last that fits at all."""
+    best = None
     for size in sizes:
-        plan = _plan(wanted, where, size)
+        try:
+            plan = _plan(wanted, where, size)
+        except UnsupportedAttentionError:  # too many heads for one chip
+            if size == sizes[-1] and best is None:
+                raise
+            continue
+        best = plan or best
         if plan is not None and plan.sequences(wanted.max_len) >= wanted.batch:
-            return plan
-        plans.append(plan)
-    if plans[-1] is not None:
-        return plans[-1]
-    raise DoesNotFitError(_why_not(wanted, where, sizes[-1]))
+            break
+    return best
 
 
 def _sizes(
@@ -248,12 +260,7 @@ def _why_not(wanted: Wanted, where: Slice, size: int) -> str:
     needs = f"{wanted.model} in {wanted.dtype} needs {gib(whole)} for its weights"
     if size > 1:
         needs += f", {gib(weights)} on each of {size} chips"
-    others = [
-        other.name
-        for other in SLICES.values()
-        for each in _sizes(other, wanted.config(), None, None)[-1:]
-        if _plan(wanted, other, each) is not None
-    ]
+    others = [other.name for other in SLICES.values() if _would_fit(wanted, other)]
     do = f"use --target {', '.join(others)}" if others else "none of the targets has more"
     if weights >= where.hbm_bytes:
         return f"{needs}; {chip}: {do}"
@@ -263,6 +270,13 @@ def _why_not(wanted: Wanted, where: Slice, size: int) -> str:
         f"{gib(max(0, int(CACHE_SHARE * (where.hbm_bytes - weights))))}: {do}, or a smaller "
         "--max-len"
     )
+
+
+def _would_fit(wanted: Wanted, where: Slice) -> bool:
+    try:
+        return _plan(wanted, where, _sizes(where, wanted.config(), None, None)[-1]) is not None
+    except UnsupportedAttentionError:
+        return False
 
 
 def device_bytes(compiled: Compiled) -> int:
