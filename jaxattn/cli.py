@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 import jaxattn
+from jaxattn.engine.ahead import CompilerError, check_libtpu
 from jaxattn.options import memory_size
 from jaxattn.serve.http import command as serve_command
 from jaxattn.serve.offline import command as offline_command
@@ -18,6 +19,7 @@ DEFAULT_MODEL = "gemma-3-270m"
 _USER_ERRORS = (
     *(OSError, ValueError, TypeError, NotImplementedError, ImportError),
     *(MemoryError, jax.errors.JaxRuntimeError),  # a cache that does not fit
+    CompilerError,
 )
 
 
@@ -99,12 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--target", help="such as v5e-8; --batch are then the sequences of each replica"
     )
-    target.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights"
-    )
-    target.add_argument(
-        "--prefill-tokens", type=int, default=512, help="most tokens of a step (512)"
-    )
+    target.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights (bfloat16)")
+    target.add_argument("--prefill-tokens", type=int, help="most tokens of a step (512)")
     target.add_argument(
         "--tensor-parallel",
         type=int,
@@ -193,6 +191,11 @@ def _generate(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.target is not None:
         return _plan_target(options)
+    for_target = ("dtype", "prefill_tokens", "tensor_parallel", "data_parallel")
+    given = [name for name in for_target if getattr(options, name) is not None]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{flags}: only with --target")
     from jaxattn.cache.sizing import capacity, cdiv, pool_pages, worst_demand
     from jaxattn.models.gemma3.checkpoint import load_config
     from jaxattn.models.gemma3.model import layer_specs
@@ -237,7 +240,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _plan_target(options: argparse.Namespace) -> int:
-    from jaxattn.engine.ahead import check_libtpu
     from jaxattn.engine.target_plan import Wanted, plan_target
     from jaxattn.engine.target_report import report
 
@@ -249,8 +251,10 @@ def _plan_target(options: argparse.Namespace) -> int:
         batch=options.batch,
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
-        dtype=options.dtype,
-        prefill_tokens=options.prefill_tokens,
+        dtype=options.dtype or Wanted.dtype,
+        prefill_tokens=Wanted.prefill_tokens
+        if options.prefill_tokens is None
+        else options.prefill_tokens,
     )
     plan = plan_target(
         wanted,

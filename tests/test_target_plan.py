@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxattn.cli import main
-from jaxattn.engine.ahead import Compiled, LibtpuMissingError, compile_ahead
+from jaxattn.engine.ahead import Compiled, CompilerError, LibtpuMissingError, compile_ahead
 from jaxattn.engine.devices import CACHE_SHARE
 from jaxattn.engine.slices import SLICES, slice_of
 from jaxattn.engine.target_plan import (
@@ -172,7 +172,7 @@ def test_a_step_that_the_compiler_finds_too_large(monkeypatch):
     with pytest.raises(DoesNotFitError, match="E1000: Ran out of memory on HBM; give fewer"):
         plan.compile()
     compiled(COMPILED, replace(COMPILED, error="no such instruction"))
-    with pytest.raises(RuntimeError, match="step did not compile: no such instruction"):
+    with pytest.raises(CompilerError, match="step did not compile: no such instruction"):
         plan.compile()
     compiled(COMPILED, COMPILED)
     assert device_bytes(plan.compile()[0]) == 10**9 + 100
@@ -192,6 +192,11 @@ def test_refusals_are_one_line(capsys, more, message):
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert err.startswith("jaxattn: error: ") and message in err
+
+
+def test_options_of_a_target_without_one(capsys):
+    assert main(arguments("gemma-3-27b", "--data-parallel", "2", "--dtype", "float32")) == 1
+    assert "--dtype, --data-parallel: only with --target" in capsys.readouterr().err
 
 
 def test_without_libtpu(capsys, monkeypatch):

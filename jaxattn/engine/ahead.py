@@ -34,6 +34,10 @@ class LibtpuMissingError(ImportError):
     """libtpu, the TPU compiler, is not installed."""
 
 
+class CompilerError(RuntimeError):
+    """The compiler could not be started, or did not compile what it was given."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What to compile: `builder` is "package.module:function", called in the child.
@@ -92,7 +96,7 @@ def compile_ahead(
     Raises:
         ValueError: two cases of one name.
         LibtpuMissingError: libtpu is not installed.
-        RuntimeError: the child could not start, with its words.
+        CompilerError: the child could not start, with its words.
     """
     names = [case.name for case in cases]
     if len(set(names)) != len(names):
@@ -133,7 +137,7 @@ def _run_child(
         words = [line for line in words if line.strip() and not re.match(r"[WIE]\d{4} ", line)]
         error = f"{reason}; its last words: " + _shortened(" / ".join(words[-12:]), last=True)
         if not (folder / "started").exists():
-            raise RuntimeError(f"the compiler for {task['topology']} did not start: {error}")
+            raise CompilerError(f"the compiler for {task['topology']} did not start: {error}")
         name = cases[len(results)]["name"]
         results.append(Compiled(case=name, error=error, error_type="died"))
     return results

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.sizing import capacity, worst_demand
-from jaxattn.engine.ahead import Case, Compiled, compile_ahead
+from jaxattn.engine.ahead import Case, Compiled, CompilerError, compile_ahead
 from jaxattn.engine.devices import CACHE_SHARE, mesh_of
 from jaxattn.engine.engine import plan_engine, table_widths
 from jaxattn.engine.program import Program
@@ -132,7 +132,7 @@ class TargetPlan:
     def compile(self, seconds: float = 3600) -> tuple[Compiled, Compiled]:
         """Compile both steps; DoesNotFitError if the compiler finds them too large.
 
-        Raises LibtpuMissingError without libtpu, RuntimeError where the compiler fails otherwise.
+        Raises LibtpuMissingError without libtpu, CompilerError where the compiler fails otherwise.
         """
         decode, prefill = compile_ahead(self.slice.topology, self.cases(), seconds_per_case=seconds)
         for each in (decode, prefill):
@@ -144,7 +144,7 @@ class TargetPlan:
                     "smaller --batch"
                 )
             if each.error:
-                raise RuntimeError(f"the {each.case} step did not compile: {each.error}")
+                raise CompilerError(f"the {each.case} step did not compile: {each.error}")
         return decode, prefill
 
 
