@@ -51,7 +51,7 @@ def sections() -> dict[str, str]:
     """What the page has, by heading."""
     if not PAGE.exists():
         return {}
-    return dict(re.findall(r"^## (.*)\n\n```\n(.*?)\n```$", PAGE.read_text(), re.M | re.S))
+    return dict(re.findall(r"^## ([^\n]*)\n\n```\n(.*?)\n```$", PAGE.read_text(), re.M | re.S))
 
 
 def write(plans: dict[str, str]) -> None:

@@ -58,7 +58,8 @@ def weight_placer(config: Gemma3Config, mesh: Mesh | None) -> Callable[[str, np.
         if repeats == 1 or "kv_heads" not in table[name].axes:
             return jax.block_until_ready(jax.device_put(weight, sharding))
 
-        def own(index: tuple[slice, ...]) -> np.ndarray:
+        def own(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start = index[0].start or 0  # the device's one head begins here
             head = start // config.head_dim // repeats
             return weight[head * config.head_dim : (head + 1) * config.head_dim]

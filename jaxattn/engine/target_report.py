@@ -1,5 +1,6 @@
 """What `jaxattn plan --target` prints."""
 
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from rich import box
@@ -33,27 +34,26 @@ def _bytes(plan: TargetPlan, decode: Compiled, prefill: Compiled) -> Table:
     cache = [plan.pool_bytes(group) for group in range(len(plan.num_pages))]
     table = _table("MiB of a device", "decode", "prefill", "")
 
-    def row(name: str, ours: float, theirs: float, note: str = "") -> None:
-        table.add_row(name, f"{ours / 2**20:,.1f}", f"{theirs / 2**20:,.1f}", note)
+    def row(name: str, sizes: Iterable[float], note: str = "") -> None:
+        table.add_row(name, *(f"{size / 2**20:,.1f}" for size in sizes), note)
 
-    row("weights", plan.weight_bytes, plan.weight_bytes)
+    steps = decode, prefill
+    row("weights", [plan.weight_bytes] * 2)
     for index, (group, size) in enumerate(zip(plan.cache.groups, cache, strict=True)):
         kept = group.store.retention
         kind = "global" if kept is None else f"windowed ({kept})"
         note = f"{len(group.layers)} {kind} layers, {plan.num_pages[index]:,} pages"
-        row(f"cache, group {index}", size, size, note)
+        row(f"cache, group {index}", [size] * 2, note)
     ours = plan.weight_bytes + sum(cache)
-    others = [each.argument_bytes - ours for each in (decode, prefill)]
-    row("other arguments", *others, "tokens, page tables; padding")
-    temporary = [
-        each.temp_bytes + each.output_bytes - each.alias_bytes for each in (decode, prefill)
-    ]
-    row("temporaries", *temporary, "what the step computes with, and its outputs")
-    row("code", decode.code_bytes, prefill.code_bytes)
-    sums = [device_bytes(each) for each in (decode, prefill)]
-    row("in all", *sums)
-    row("memory", plan.slice.hbm_bytes, plan.slice.hbm_bytes, "that a program may use")
-    row("left", *(plan.slice.hbm_bytes - each for each in sums))
+    others = [each.argument_bytes - ours for each in steps]
+    row("other arguments", others, "tokens, page tables; padding")
+    temporary = [each.temp_bytes + each.output_bytes - each.alias_bytes for each in steps]
+    row("temporaries", temporary, "what the step computes with, and its outputs")
+    row("code", [each.code_bytes for each in steps])
+    sums = [device_bytes(each) for each in steps]
+    row("in all", sums)
+    row("memory", [plan.slice.hbm_bytes] * 2, "that a program may use")
+    row("left", [plan.slice.hbm_bytes - each for each in sums])
     return table
 
 
