@@ -19,7 +19,7 @@ from tests import tiny_model
 from tests.single_sequence import SingleSequence
 
 # Two kv heads for eight query heads, and a vocabulary that eight devices can share.
-CONFIG = replace(tiny_model.config(), num_q_heads=8, num_kv_heads=2, vocab_size=304)
+CONFIG = replace(tiny_model.config(1), num_q_heads=8, num_kv_heads=2, vocab_size=304)
 IDS = np.random.default_rng(0).integers(3, 300, 24)
 PREFILL = 21
 
@@ -77,7 +77,7 @@ def test_every_device_holds_the_kv_heads_that_its_query_heads_meet(size):
     for index, device in enumerate(mesh.devices[0]):
         query = index * CONFIG.num_q_heads // size  # the device's first
         head = query // ratio
-        for name in ("layers.0.k", "layers.1.v"):
+        for name in ("layers.0.k", "layers.0.v"):
             own = next(each for each in placed[name].addressable_shards if each.device == device)
             assert own.data.shape == (max(2 // size, 1) * rows, CONFIG.embed_dim)
             assert np.array_equal(own.data[:rows], weights[name][head * rows : (head + 1) * rows])

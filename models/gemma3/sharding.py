@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.weights import Axis, weight_table
@@ -70,7 +70,7 @@ def _reason(config: Gemma3Config, size: int) -> str | None:
 
 
 def abstract_weights(
-    config: Gemma3Config, dtype: str, mesh: Mesh | None = None
+    config: Gemma3Config, dtype: str, mesh: Mesh | AbstractMesh | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and, on a mesh, shardings of all weights; nothing is allocated."""
     specs = weight_specs(config)
