@@ -239,8 +239,8 @@ def _child(folder: Path) -> None:
     build = getattr(importlib.import_module(module), name)
     try:
         with jax.default_device(device):  # Pallas asks it for the chip
-            function, arguments = build(Target.current(), (device,), **task["options"])
-            compiled = function.lower(*jax.tree.map(place, arguments)).compile()
+            function, arguments, *static = build(Target.current(), (device,), **task["options"])
+            compiled = function.lower(*jax.tree.map(place, arguments), **dict(*static)).compile()
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
         (folder / "result.json").write_text(json.dumps({"error": words}))

@@ -1,39 +1,22 @@
-"""Compile for a TPU that is not here: libtpu's ahead-of-time compiler, in a process per target.
+"""Kernels compiled for a TPU that is not here: `jaxattn.engine.ahead`, and the schedules it prints.
 
-`compile_cases("v6e", cases)` starts one child process, which compiles the cases one after the
-other and survives their errors; when the compiler itself dies, that case gets the blame and a new
-child goes on with the rest. Needs libtpu (Linux on x86-64), no TPU.
+Needs libtpu (Linux on x86-64), no TPU.
 """
 
-import importlib
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.bundles import Kernel, parse_kernel
+from jaxattn.engine import ahead
+from jaxattn.engine.ahead import Case, LibtpuMissingError, Topology, compile_ahead
 
-ROOT = Path(__file__).parent.parent
-ERROR_CHARS = 600
+__all__ = ["Case", "Compiled", "LibtpuMissingError", "compile_cases"]
 
-
-@dataclass(frozen=True)
-class Topology:
-    """What libtpu calls a slice with 8 devices of one kind."""
-
-    name: str
-    accelerator_type: str
-
-
-TOPOLOGIES = {
+TOPOLOGIES = {  # slices with 8 devices of one kind
     "v5e": Topology("v5e:2x4", "v5litepod-8"),
     "v5p": Topology("v5p:2x2x2", "v5p-16"),
     "v6e": Topology("v6e:2x4", "v6e-8"),
@@ -45,41 +28,11 @@ TOPOLOGIES = {
 Read = Literal["memory", "schedule", "scopes"]
 
 
-class LibtpuMissingError(RuntimeError):
-    """libtpu, the TPU compiler, is not installed."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to compile: `builder` is "package.module:function", called in the child.
-
-    `function(target, devices, **options)` gets the `jaxattn.Target` and the topology's 8 devices
-    and returns a jitted function and its arguments as `jax.ShapeDtypeStruct`s. Arguments without
-    a sharding are placed on the first device; all or none have a `NamedSharding`. `options` are
-    JSON values.
-    """
-
-    name: str
-    builder: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """One case's result; sizes in bytes, per device. `error` is "" or says why it failed."""
+class Compiled(ahead.Compiled):
+    """One case's result for a target, and its kernels if their schedules were asked for."""
 
-    case: str
     target: str
-    error: str = ""
-    error_type: str = ""  # the exception's name; "died" when the child did
-    seconds: float = 0.0
-    argument_bytes: int = 0
-    output_bytes: int = 0
-    alias_bytes: int = 0  # of the output, what lies in donated arguments
-    temp_bytes: int = 0
-    code_bytes: int = 0
-    flops: float = 0.0  # by XLA's count, Pallas kernels by their own cost estimate
-    bytes_accessed: float = 0.0
     kernels: tuple[Kernel, ...] = ()
 
     def kernel(self, name: str) -> Kernel:
@@ -109,53 +62,26 @@ def compile_cases(
     """
     if target not in TOPOLOGIES:
         raise ValueError(f"{target=}: the targets are {', '.join(TOPOLOGIES)}")
-    names = [case.name for case in cases]
-    if len(set(names)) != len(names):
-        raise ValueError(f"two cases have the same name: {sorted(names)}")
-    if importlib.util.find_spec("libtpu") is None:
-        raise LibtpuMissingError(
-            "libtpu is not installed, so nothing can be compiled for TPU: install the development "
-            "dependencies (`uv sync`) or `pip install libtpu`, on Linux x86-64"
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        compiled = compile_ahead(
+            TOPOLOGIES[target],
+            cases,
+            flags=_flags(read, dump),
+            seconds_per_case=seconds_per_case,
+            dump=dump,
         )
-    results: list[Compiled] = []
-    while len(results) < len(cases):
-        rest = cases[len(results) :]
-        with tempfile.TemporaryDirectory() as folder:
-            results += _run_child(target, rest, read, seconds_per_case, Path(folder))
-    return results
+        return [
+            Compiled(
+                **vars(each),
+                target=target,
+                kernels=() if each.error else _read_kernels(dump / f"case{index}"),
+            )
+            for index, each in enumerate(compiled)
+        ]
 
 
-def _run_child(
-    target: str, cases: Sequence[Case], read: Read, seconds_per_case: float, folder: Path
-) -> list[Compiled]:
-    """Results of the cases that one child got through, the one that stopped it included."""
-    dump = folder / "dump"
-    dump.mkdir()
-    task = {"target": target, "folder": str(folder), "cases": [asdict(case) for case in cases]}
-    (folder / "task.json").write_text(json.dumps(task))
-    command = [sys.executable, "-m", "benchmarks.tpu_aot", str(folder / "task.json")]
-    with (folder / "log").open("w") as log:
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(target, read, dump), stdout=log, stderr=log
-        )
-        reason = _wait(child, folder / "results", seconds_per_case)
-    lines = _finished(folder / "results")
-    results = []
-    for index, line in enumerate(lines):
-        kernels = () if line["error"] else _read_kernels(folder / f"case{index}")
-        results.append(Compiled(**line, target=target, kernels=kernels))
-    if len(results) < len(cases):
-        words = (folder / "log").read_text(errors="replace").splitlines()
-        words = [line for line in words if line.strip() and not re.match(r"[WIE]\d{4} ", line)]
-        error = f"{reason}; its last words: " + _shortened(" / ".join(words[-12:]), last=True)
-        if not (folder / "started").exists():
-            raise RuntimeError(f"the compiler for {target} did not start: {error}")
-        name = cases[len(results)].name
-        results.append(Compiled(case=name, target=target, error=error, error_type="died"))
-    return results
-
-
-def _environment(target: str, read: Read, dump: Path) -> dict[str, str]:
+def _flags(read: Read, dump: Path) -> list[str]:
     flags = []
     if read != "memory":
         flags += [
@@ -165,35 +91,7 @@ def _environment(target: str, read: Read, dump: Path) -> dict[str, str]:
         ]
     if read == "scopes":
         flags.append("--xla_enable_custom_call_region_trace=true")
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program out of the cache prints no schedule
-        "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
-        "TPU_ACCELERATOR_TYPE": TOPOLOGIES[target].accelerator_type,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else a second process aborts on a lock file
-        "LIBTPU_INIT_ARGS": " ".join(flags),
-    }
-
-
-def _finished(results: Path) -> list[dict[str, Any]]:
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text().splitlines(keepends=True)]
-
-
-def _wait(child: subprocess.Popen, results: Path, seconds_per_case: float) -> str:
-    """Wait for the child as long as it gets on; why it ended."""
-    done = -1
-    while (now := len(_finished(results))) > done:
-        done = now
-        try:
-            return f"the compiler's process ended with status {child.wait(seconds_per_case)}"
-        except subprocess.TimeoutExpired:
-            continue
-    child.kill()
-    child.wait()
-    return f"no end after {seconds_per_case:g} s"
+    return flags
 
 
 def _read_kernels(folder: Path) -> tuple[Kernel, ...]:
@@ -210,76 +108,3 @@ def _read_kernels(folder: Path) -> tuple[Kernel, ...]:
         (utilization,) = (each for each in folder.iterdir() if ending.match(each.name))
         kernels.append(parse_kernel(match[2], text, utilization.read_text()))
     return tuple(kernels)
-
-
-def _shortened(text: str, *, last: bool = False) -> str:
-    text = " ".join(text.split())
-    if len(text) <= ERROR_CHARS:
-        return text
-    return "... " + text[-ERROR_CHARS:] if last else text[:ERROR_CHARS] + " ..."
-
-
-def _child(task: dict[str, Any]) -> None:
-    """Compile the task's cases; one line of JSON each, its schedule's files in a folder each."""
-    import jax
-    from jax._src.mesh import abstract_device_from
-    from jax.experimental import topologies
-    from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
-
-    from jaxattn import Target
-
-    folder, target = Path(task["folder"]), Target.tpu(task["target"])
-    name = TOPOLOGIES[task["target"]].name
-    devices: Any = topologies.get_topology_desc(name, "tpu").devices
-    if devices[0].device_kind != target.device_kind:
-        raise RuntimeError(f"{name} has devices of kind {devices[0].device_kind!r}, not {target}")
-    # Pallas asks the abstract mesh for the chip where no device is attached.
-    one_device = AbstractMesh(
-        (1,), ("x",), (AxisType.Auto,), abstract_device=abstract_device_from(devices[0])
-    )
-    (folder / "started").touch()
-
-    def place(argument: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = argument.sharding or SingleDeviceSharding(devices[0])
-        return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=sharding)
-
-    def compile_one(builder: str, options: dict[str, Any]) -> dict[str, Any]:
-        module, _, name = builder.partition(":")
-        build: Callable = getattr(importlib.import_module(module), name)
-        function, arguments = build(target, devices, **options)
-        shardings = [argument.sharding for argument in jax.tree.leaves(arguments)]
-        meshes = [each.mesh.abstract_mesh for each in shardings if isinstance(each, NamedSharding)]
-        with jax.sharding.use_abstract_mesh(meshes[0] if meshes else one_device):
-            lowered = function.lower(*jax.tree.map(place, arguments))
-        compiled = lowered.compile()
-        memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-        return {
-            "argument_bytes": memory.argument_size_in_bytes,
-            "output_bytes": memory.output_size_in_bytes,
-            "alias_bytes": memory.alias_size_in_bytes,
-            "temp_bytes": memory.temp_size_in_bytes,
-            "code_bytes": memory.generated_code_size_in_bytes,
-            "flops": cost.get("flops", 0.0),
-            "bytes_accessed": cost.get("bytes accessed", 0.0),
-        }
-
-    for index, case in enumerate(task["cases"]):
-        line = {"case": case["name"], "error": ""}
-        start = time.perf_counter()
-        try:
-            line |= compile_one(case["builder"], case["options"])
-        except Exception as error:
-            line |= {
-                "error": _shortened(str(error)) or "no words",
-                "error_type": type(error).__name__,
-            }
-        line["seconds"] = time.perf_counter() - start
-        (folder / f"case{index}").mkdir()
-        for path in (folder / "dump").iterdir():
-            path.rename(folder / f"case{index}" / path.name)
-        with (folder / "results").open("a") as results:
-            results.write(json.dumps(line) + "\n")
-
-
-if __name__ == "__main__":
-    _child(json.loads(Path(sys.argv[1]).read_text()))

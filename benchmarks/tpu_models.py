@@ -10,34 +10,25 @@ Bytes are the compiler's, per chip. Nothing runs, and nothing here is a speed.
 import argparse
 import dataclasses
 import io
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tpu_aot import Case, Compiled, compile_cases
-from jaxattn import PageTable, RaggedBatch, Target, group_layers
+from jaxattn import Target, group_layers
 from jaxattn.cache.sizing import table_width, worst_demand
-from jaxattn.cache.state import cache_shapes
-from jaxattn.engine.replicas import HEADS
-from jaxattn.engine.sampler import Asked, ParamTable
-from jaxattn.engine.step import Buffers, StepInputs, make_step
+from jaxattn.engine.devices import mesh_of
+from jaxattn.engine.program import Program
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
-from jaxattn.models.gemma3.sharding import weight_specs
-from jaxattn.models.gemma3.weights import expected_shapes
-from jaxattn.sharding import pages_sharding
+from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
 
-DTYPE = jnp.dtype(jnp.bfloat16)
-WHOLE = PartitionSpec()  # on every chip
+DTYPE = "bfloat16"
 PREFILL_TOKENS = 1024
 SHAPES = (  # model, chips, sequences, and their length that pools are made for
     ("gemma-3-1b", 1, 16, 8192),
@@ -58,53 +49,31 @@ def whole_step(
     page_size: int = 32,
     layers: int | None = None,
     backend: str = "pallas_tpu",
-) -> tuple[jax.stages.Wrapped, tuple]:
+) -> tuple[jax.stages.Wrapped, tuple, dict[str, int]]:
     """The engine's step of `tokens` new tokens of `seqs` sequences.
 
     `layers`: only so many of the model's.
     """
     config = CONFIGS[model]
     config = dataclasses.replace(config, layers=config.layers[:layers], vision=None)
-    mesh = Mesh(np.array(devices[:chips]), (HEADS,), axis_types=(AxisType.Auto,))
-
-    def placed(leaf: Any, spec: Any = WHOLE) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    def integers(*shape: int) -> Any:
-        return placed(jax.ShapeDtypeStruct(shape, jnp.int32))
-
-    specs = weight_specs(config, HEADS, chips)
-    weights: dict[str, Any] = {
-        name: placed(jax.ShapeDtypeStruct(shape, DTYPE), specs[name])
-        for name, shape in expected_shapes(config).items()
-    }
-    plan = group_layers(
-        layer_specs(config, page_size=page_size, kv_dtype=DTYPE.name), max_len=max_len
-    )
+    config = shared_config(config, chips)
+    mesh = None if chips == 1 else mesh_of(devices[:chips], tensor_parallel=chips)
+    weights: dict[str, Any] = abstract_weights(config, DTYPE, mesh)
+    specs = layer_specs(config, page_size=page_size, kv_dtype=DTYPE, shards=chips)
+    plan = group_layers(specs, max_len=max_len)
     limits = {"max_len": max_len, "step_tokens": tokens}
-    num_pages = [1 + need for need in worst_demand(plan, max_num_seqs=seqs, **limits)]
-    rows = pages_sharding(plan.groups[0].store.layout, HEADS, chips)
-    cache = jax.tree.map(lambda leaf: placed(leaf, rows), cache_shapes(plan, num_pages))
-    tables = tuple(
-        PageTable(integers(seqs, table_width(plan, group, **limits)), integers(seqs))
-        for group in range(len(plan.groups))
+    program = Program(
+        Gemma3(config, weights),
+        plan,
+        num_pages=[1 + need for need in worst_demand(plan, max_num_seqs=seqs, **limits)],
+        widths=[table_width(plan, group, **limits) for group in range(len(plan.groups))],
+        max_num_seqs=seqs,
+        backend=backend,
+        mesh=mesh,
+        device=devices[0],
+        target=target,
     )
-    params = ParamTable(seqs).rows(np.arange(seqs), np.zeros(seqs, np.int32))
-    inputs = StepInputs(
-        batch=RaggedBatch(integers(seqs), integers(seqs + 1), integers(3), tables),
-        slots=integers(seqs),
-        num_prompt=integers(seqs),
-        samples=placed(np.zeros(seqs, bool)),  # type: ignore[arg-type]
-        params=jax.tree.map(placed, params),
-    )
-    asked = jax.tree.map(placed, Asked.by([], samples=True))
-    options: dict[str, Any] = {"backend": backend, "target": target}
-    if chips > 1:
-        options["heads_axis"] = HEADS
-    flat, step = make_step(Gemma3(config, weights), plan, **options)
-    compiled = jax.jit(partial(step, num_tokens=tokens), donate_argnames="buffers")
-    buffers = Buffers(cache, integers(seqs, max_len))
-    return compiled, (flat, buffers, inputs, asked)
+    return program.step, program.arguments(tokens), {"num_tokens": tokens}
 
 
 def cases() -> list[Case]:

@@ -296,7 +296,8 @@ def attend(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], CacheState]:
     """One layer's attention: the mask comes from the layer, the pages from its group.
 
-    `heads_axis` names the axis of the mesh in use over which heads and pages are cut.
+    `heads_axis` names the axis of the mesh in use over which heads and pages are cut; the layers'
+    `StoreSpec` has as many `shards` as the axis has devices.
 
     A layer that shares another's KV reads that layer's pages under its own mask and writes
     nothing (`keys` and `values` then only give the number of kv heads). See
@@ -312,8 +313,11 @@ def attend(
     owner = plan.storage_of(layer.name)
     table = batch.tables[plan.group_of(layer.name)]
     attention = ragged_paged_attention
+    shards = plan.groups[plan.group_of(layer.name)].store.shards
     if heads_axis is not None:
-        attention = over_heads(attention, heads_axis)
+        attention = over_heads(attention, heads_axis, shards)
+    elif shards > 1:
+        raise ValueError(f"the pages of {layer.name!r} are of {shards} devices: name a heads_axis")
     out, pages = attention(
         queries,
         keys,

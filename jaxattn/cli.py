@@ -11,6 +11,7 @@ from rich.console import Console
 
 import jaxattn
 from jaxattn import convert
+from jaxattn.engine.ahead import CompilerError, check_libtpu
 from jaxattn.options import add_quantize, memory_size
 from jaxattn.serve.http import command as serve_command
 from jaxattn.serve.offline import command as offline_command
@@ -19,6 +20,7 @@ DEFAULT_MODEL = "gemma-3-270m"
 _USER_ERRORS = (
     *(OSError, ValueError, TypeError, NotImplementedError, ImportError),
     *(MemoryError, jax.errors.JaxRuntimeError),  # a cache that does not fit
+    CompilerError,
 )
 
 
@@ -86,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     serve_command.add_parser(commands)
     convert.add_parser(commands)
 
-    plan = commands.add_parser("plan", help="print a model's cache plan, hybrid on and off")
+    plan = commands.add_parser(
+        "plan", help="print a model's cache plan, or what an engine is on a TPU that is not here"
+    )
     plan.set_defaults(run=_plan)
     _add_model(plan)
     plan.add_argument("--max-len", type=int, default=8192, help="tokens of a sequence")
@@ -101,6 +105,23 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="tokens of a typical sequence, for which --memory is divided (a quarter of --max-len)",
     )
+
+    target = plan.add_argument_group(
+        "on a TPU slice", "compiles the engine's steps for it, without a TPU; needs libtpu"
+    )
+    target.add_argument(
+        "--target", help="such as v5e-8; --batch are then the sequences of each replica"
+    )
+    target.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights (bfloat16)")
+    add_quantize(target)
+    target.add_argument("--prefill-tokens", type=int, help="most tokens of a step (512)")
+    target.add_argument(
+        "--tensor-parallel",
+        type=int,
+        help="devices of a replica; default: the fewest whose cache holds --batch sequences of "
+        "--max-len, else the most that can share the model",
+    )
+    target.add_argument("--data-parallel", type=int, help="replicas; default: all that there are")
 
     support = commands.add_parser("support", help="print what each attention backend supports")
     support.set_defaults(run=_support)
@@ -190,6 +211,13 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.target is not None:
+        return _plan_target(options)
+    for_target = ("dtype", "quantize", "prefill_tokens", "tensor_parallel", "data_parallel")
+    given = [name for name in for_target if getattr(options, name) is not None]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{flags}: only with --target")
     from jaxattn.cache.sizing import capacity, cdiv, pool_pages, worst_demand
     from jaxattn.models.gemma3.checkpoint import load_config
     from jaxattn.models.gemma3.model import layer_specs
@@ -230,6 +258,38 @@ def _plan(options: argparse.Namespace) -> int:
                 f"tokens, hold at a time: {held}"
             )
         console.print()
+    return 0
+
+
+def _plan_target(options: argparse.Namespace) -> int:
+    from jaxattn.engine.target_plan import Wanted, plan_target
+    from jaxattn.engine.target_report import report
+
+    if options.memory is not None or options.expected_len is not None:
+        raise ValueError("--memory and --expected-len: with --target the memory is the chip's")
+    wanted = Wanted(
+        model=options.model,
+        max_len=options.max_len,
+        batch=options.batch,
+        page_size=options.page_size,
+        kv_dtype=options.kv_dtype,
+        dtype=options.dtype or Wanted.dtype,
+        quantize=options.quantize,
+        prefill_tokens=Wanted.prefill_tokens
+        if options.prefill_tokens is None
+        else options.prefill_tokens,
+    )
+    plan = plan_target(
+        wanted,
+        options.target,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+    )
+    check_libtpu()
+    waiting = f"compiling {options.model} for {options.target}, which takes minutes"
+    with Console(stderr=True).status(waiting):
+        steps = plan.compile()
+    Console(width=None if sys.stdout.isatty() else 100).print(report(plan, *steps))
     return 0
 
 

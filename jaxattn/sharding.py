@@ -1,40 +1,32 @@
 """Attention over a mesh: every device attends with its own heads, and holds their pages."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from jaxattn.kernels.layout import KVLayout, KVPages, QuantizedPages, layout_of
+from jaxattn.kernels.layout import KVPages, QuantizedPages
+
+DATA, HEADS = "data", "heads"  # the axes of an engine's mesh: requests, and what heads cut
 
 
-def pages_sharding(layout: KVLayout, axis: str, size: int) -> PartitionSpec | QuantizedPages:
-    """How a layer's pages are cut over a mesh axis of `size` devices: whole rows, of whole heads.
+def pages_sharding(kv_pages: KVPages, axis: str) -> PartitionSpec | QuantizedPages:
+    """How a layer's pages, or their shapes, are cut over a mesh axis: whole rows, of whole heads.
 
-    Raises ValueError if a device's heads would not lie as they do in the whole.
+    Each device's rows lie as of its own heads alone, see `StoreSpec.pages`.
     """
-    heads = layout.num_kv_heads
-    if heads % size:
-        raise ValueError(f"{heads} kv heads cannot be cut over {size} devices of axis {axis!r}")
-    part = replace(layout, num_kv_heads=heads // size)
-    through_words = size > 1 and part.num_kv_heads % layout.shared[0]
-    if part.shared != layout.shared or through_words:
-        raise ValueError(
-            f"{heads} kv heads over {size} devices of axis {axis!r}: {heads // size} a device do "
-            f"not fill the words that {layout.shared[0]} heads share in {layout.dtype}; use fewer "
-            "devices, or repeat the kv heads"
-        )
     rows = PartitionSpec(None, None, axis)
-    if not layout.is_quantized:
+    if not isinstance(kv_pages, QuantizedPages):
         return rows
     return QuantizedPages(rows, PartitionSpec(None, axis))  # type: ignore[arg-type]
 
 
-def over_heads(attention: Callable, axis: str) -> Callable:
+def over_heads(attention: Callable, axis: str, shards: int) -> Callable:
     """`jaxattn.ragged_paged_attention` for a mesh in use whose axis `axis` cuts the heads.
+
+    The pages are those of `shards` devices, as many as the axis has.
 
     Queries, keys, values, sinks and pages are cut by heads, everything else is on every device.
     """
@@ -53,8 +45,12 @@ def over_heads(attention: Callable, axis: str) -> Callable:
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         if axis not in sizes:
             raise ValueError(f"heads_axis={axis!r} is no axis of the mesh in use: {sizes}")
+        if sizes[axis] != shards:
+            raise ValueError(f"pages of {shards} devices on {sizes[axis]} of axis {axis!r}")
+        if keys.shape[1] % shards:
+            raise ValueError(f"{keys.shape[1]} kv heads cannot be cut over {shards} devices")
         heads, whole = PartitionSpec(None, axis), PartitionSpec()
-        pages = pages_sharding(layout_of(kv_pages, *keys.shape[1:]), axis, sizes[axis])
+        pages = pages_sharding(kv_pages, axis)
         optional = {"sinks": sinks, "image_spans": image_spans, "first_page": first_page}
         given = {name: array for name, array in optional.items() if array is not None}
         specs = {"sinks": PartitionSpec(axis), "image_spans": whole, "first_page": whole}

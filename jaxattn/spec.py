@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, get_args
 
-from jaxattn.kernels.layout import KVLayout
+import jax
+
+from jaxattn.kernels.layout import KVLayout, QuantizedPages
 
 # How a layer treats bidirectional image spans. With W the layer's window:
 #   "none"    spans are ignored
@@ -58,7 +60,8 @@ class StoreSpec:
     """What decides the bytes and the lifetime of a layer's keys and values.
 
     `retention`: how many past tokens must stay readable, `None` for all of them. `dtype` is the
-    stored type; int8 and float8 are stored with one float32 scale per token and kv head.
+    stored type; int8 and float8 are stored with one float32 scale per token and kv head. `shards`:
+    devices that the kv heads are cut over; each lays out its own as if there were no others.
     """
 
     page_size: int
@@ -66,24 +69,43 @@ class StoreSpec:
     head_dim: int
     dtype: str
     retention: int | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_kv_heads", "head_dim"):
+        for name in ("page_size", "num_kv_heads", "head_dim", "shards"):
             check_positive_int(name, getattr(self, name))
         if self.retention is not None:
             check_positive_int("retention", self.retention)
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: a cache stores one of {', '.join(KV_DTYPES)}")
+        if self.num_kv_heads % self.shards:
+            raise ValueError(
+                f"{self.num_kv_heads} kv heads cannot be cut over {self.shards} devices: give each "
+                "as many, or repeat the kv heads"
+            )
 
     @property
     def layout(self) -> KVLayout:
-        """How one layer's tokens lie in its pages."""
+        """How one layer's tokens lie in the pages of one device."""
         return KVLayout(
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads // self.shards,
             head_dim=self.head_dim,
             page_size=self.page_size,
             dtype=self.dtype,
         )
+
+    def pages(self, num_pages: int) -> jax.ShapeDtypeStruct | QuantizedPages:
+        """Shape and dtype of one layer's pool: the rows of each device one after the other."""
+        own = self.layout.pages(num_pages)
+        if not isinstance(own, QuantizedPages):
+            return self._of_all(own, 2)
+        scales = self._of_all(own.scales, 1)  # type: ignore[arg-type]
+        return QuantizedPages(self._of_all(own.values, 2), scales)  # type: ignore[arg-type]
+
+    def _of_all(self, own: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
+        shape = list(own.shape)
+        shape[axis] *= self.shards
+        return jax.ShapeDtypeStruct(tuple(shape), own.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

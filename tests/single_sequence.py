@@ -1,20 +1,25 @@
 """One sequence through a model by hand: plan, pages, batch, step. No engine, no scheduler."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxattn import PageTable, RaggedBatch, group_layers, init_cache
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.sizing import table_width, worst_demand
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.sharding import HEADS
 
 
 class SingleSequence:
     """Computes hidden states and logits of a sequence in steps of chosen sizes.
 
     Steps are padded to the sizes in `paddings`, so that several prompts share a compilation.
+    `mesh`: one whose axis `heads` shares the heads; the model's weights lie on it.
     """
 
     def __init__(
@@ -26,9 +31,11 @@ class SingleSequence:
         paddings: tuple[int, ...],
         hybrid: bool = True,
         backend: str = "xla",
+        mesh: Mesh | None = None,
     ):
         dtype = model.dtype
-        specs = layer_specs(model.config, page_size=page_size, kv_dtype=dtype)
+        shards = mesh.shape[HEADS] if mesh else 1
+        specs = layer_specs(model.config, page_size=page_size, kv_dtype=dtype, shards=shards)
         self.plan = group_layers(specs, hybrid=hybrid, max_len=max_len)
         limits = {"max_len": max_len, "step_tokens": max(paddings)}
         self.num_pages = [1 + n for n in worst_demand(self.plan, max_num_seqs=1, **limits)]
@@ -38,7 +45,10 @@ class SingleSequence:
 
         def step(weights, ids, batch, cache):
             model = nnx.merge(graph, weights)
-            return model(ids, cache, plan=self.plan, batch=batch, backend=backend)
+            axis = HEADS if mesh else None
+            options = {"plan": self.plan, "batch": batch, "backend": backend, "heads_axis": axis}
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else nullcontext():
+                return model(ids, cache, **options)
 
         self._step = jax.jit(step, donate_argnums=3)
         self._logits = jax.jit(lambda weights, rows: nnx.merge(graph, weights).logits(rows))

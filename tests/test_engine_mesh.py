@@ -9,19 +9,20 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxattn.engine.devices import make_mesh, place_weights
-from jaxattn.engine.replicas import DATA, HEADS
+from jaxattn.engine.engine import plan_engine
 from jaxattn.models.gemma3.model import Gemma3
-from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.models.gemma3.sharding import shared_config
 from jaxattn.models.gemma3.weights import random_weights
 from jaxattn.sampling import SamplingParams
+from jaxattn.sharding import DATA, HEADS
 from tests import tiny_model
 from tests.tiny_model import VOCAB, PlainText
 
-# Eight kv heads, and a vocabulary that eight devices can share.
+# Four kv heads, and a vocabulary that eight devices can share.
 CONFIG = dataclasses.replace(
-    tiny_model.config(), num_q_heads=16, num_kv_heads=8, vocab_size=VOCAB + 4
+    tiny_model.config(), num_q_heads=8, num_kv_heads=4, vocab_size=VOCAB + 4
 )
-SHARES = [  # tensor, data; each takes a minute to compile on two cores
+SHARES = [  # tensor, data; each takes a minute to compile on two cores. 8: kv heads are repeated
     (2, 4),
     pytest.param(8, 1, marks=pytest.mark.slow),
     pytest.param(1, 8, marks=pytest.mark.slow),
@@ -38,7 +39,7 @@ def weights():
 @cache
 def engine(tensor, data):
     mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
-    model = Gemma3(CONFIG, place_weights(CONFIG, weights(), mesh))
+    model = Gemma3(shared_config(CONFIG, tensor), place_weights(CONFIG, weights(), mesh))
     return tiny_model.engine(model, mesh=mesh, max_num_batched_tokens=2, max_num_seqs=2)
 
 
@@ -86,6 +87,14 @@ def test_shared_among_devices_equals_one_device(expected, tensor, data):
         assert shared.runner.num_compiled() <= len(shared.buckets), once
     stats = shared.stats()
     assert stats.pages_total == tuple(data * (count - 1) for count in shared.num_pages)
+    for pages in jax.tree.leaves(shared.runner.buffers.cache):
+        assert pages.addressable_shards[0].data.size * tensor * data == pages.size
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(shared.runner.buffers.cache))
+    sizes = enumerate(shared.num_pages)
+    assert stored == data * sum(count * shared.plan.page_bytes(group) for group, count in sizes)
+    heads = max(CONFIG.num_kv_heads, tensor) / CONFIG.num_kv_heads
+    alone = engine(1, 1).plan
+    assert shared.plan.page_bytes(0) == heads * alone.page_bytes(0)
 
 
 def test_a_replica_finds_what_it_has_computed():
@@ -111,7 +120,7 @@ def test_replicas_share_the_requests():
 
 def test_weights_and_pages_are_cut_not_copied():
     shared = engine(2, 4)
-    embed = next(w for w in shared.runner._weights if w.shape == (CONFIG.vocab_size, 32))
+    embed = next(w for w in shared.runner.program.weights if w.shape == (CONFIG.vocab_size, 32))
     assert embed.addressable_shards[0].data.size * 2 == embed.size
     assert isinstance(embed.sharding, NamedSharding) and embed.sharding.spec[0] == HEADS
     run(shared)
@@ -127,10 +136,24 @@ def test_what_cannot_be_shared_is_refused():
         make_mesh(tensor_parallel=2, data_parallel=8)
     with pytest.raises(ValueError, match="tensor_parallel=0: expected at least 1"):
         make_mesh(tensor_parallel=0, data_parallel=1)
-    config = dataclasses.replace(CONFIG, num_kv_heads=4)
-    with pytest.raises(ValueError, match="4 kv heads cannot be shared by 8 devices; 4 could"):
-        weight_specs(config, HEADS, 8)
-    mesh = make_mesh(tensor_parallel=8, data_parallel=1)
-    model = Gemma3(CONFIG, place_weights(CONFIG, weights(), mesh))
-    with pytest.raises(ValueError, match="do not fill the words"):
-        tiny_model.engine(model, mesh=mesh, kv_dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, num_q_heads=4)
+    limits = {"page_size": 3, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 2}
+    with pytest.raises(
+        ValueError, match=r"4 query heads .* tensor_parallel=4 with data_parallel=2"
+    ):
+        plan_engine(config, dtype="float32", kv_dtype="float32", tensor_parallel=8, **limits)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_the_plan_counts_repeated_heads(tensor):
+    limits = {"page_size": 4, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 2}
+    options = {"dtype": "float32", "kv_dtype": "float32", **limits}
+    alone, pages = plan_engine(CONFIG, **options)
+    plan, shared_pages = plan_engine(CONFIG, tensor_parallel=tensor, **options)
+    heads = max(1, tensor / CONFIG.num_kv_heads)
+    for group in range(len(plan.groups)):
+        assert plan.page_bytes(group) == heads * alone.page_bytes(group)
+    assert shared_pages == pages
+    memory = 2 * sum(count * alone.page_bytes(group) for group, count in enumerate(pages))
+    _, held = plan_engine(CONFIG, tensor_parallel=tensor, memory=memory, **options)
+    assert sum(count * plan.page_bytes(group) for group, count in enumerate(held)) <= memory

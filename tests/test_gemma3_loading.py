@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +14,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from jaxattn.engine.devices import weight_placer
 from jaxattn.models.gemma3 import checkpoint, packaged
-from jaxattn.models.gemma3.checkpoint import load_config, load_weights, resolve_model
+from jaxattn.models.gemma3.checkpoint import (
+    load_config,
+    load_weights,
+    resolve_model,
+    stream_weights,
+)
 from jaxattn.models.gemma3.config import CONFIGS, Gemma3Config, UnsupportedModelError
 from jaxattn.models.gemma3.errors import CheckpointError
 from jaxattn.models.gemma3.weights import expected_shapes
@@ -437,10 +445,65 @@ def test_folder_of_other_names(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jax_takes_the_arrays_without_a_copy(tiny_gguf, dtype):
-    _, weights = load_weights(tiny_gguf, dtype=dtype)
+    place, pointers = weight_placer(CONFIG, None), {}
+
+    def spy(name, weight):
+        pointers[name] = weight.ctypes.data
+        return place(name, weight)
+
+    _, weights = stream_weights(tiny_gguf, dtype=dtype, place=spy)
     for name, array in weights.items():
-        on_device = jax.device_put(array, jax.devices("cpu")[0])
-        assert on_device.unsafe_buffer_pointer() == array.ctypes.data, name
+        assert array.unsafe_buffer_pointer() == pointers[name], name
+
+
+def test_weights_are_placed_one_by_one(tiny_gguf, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 16 * 64 * 4)
+    _, whole = load_weights(tiny_gguf, dtype="float32")
+    sizes = {name: array.nbytes for name, array in whole.items()}
+    placed, alive = [], []
+
+    def place(name, weight):
+        assert np.array_equal(weight, whole[name])
+        alive.append(weakref.ref(weight))
+        assert [each() is None for each in alive] == [True] * len(placed) + [False]
+        placed.append(name)
+        return len(placed)
+
+    tracemalloc.start()
+    try:
+        _, numbers = stream_weights(tiny_gguf, dtype="float32", place=place)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert numbers == {name: number for number, name in enumerate(sizes, start=1)}
+    assert peak < sum(sizes.values()) / 2
+
+
+def test_nothing_is_placed_of_files_with_the_wrong_tensors(tmp_path):
+    tensors = tensors_of("folder")
+    del tensors["model.norm.weight"]  # the last to be read
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        stream_weights(
+            write("folder", tmp_path, tensors), dtype="float32", place=lambda *_: pytest.fail()
+        )
+
+
+@BOTH
+def test_what_was_placed_before_a_nan_is_dropped(tmp_path, form):
+    tensors = tensors_of(form)
+    tensors[Q_NORM[form]] = np.full_like(tensors[Q_NORM[form]], np.nan)
+    placed = []
+
+    def place(name, weight):
+        array = jax.device_put(weight)
+        placed.append(weakref.ref(array))
+        return array
+
+    with pytest.raises(CheckpointError, match="NaN or infinity") as caught:
+        stream_weights(write(form, tmp_path, tensors), dtype="float32", place=place)
+    assert 10 < len(placed) < len(WEIGHTS)
+    assert [each for each in placed if each() is not None] == []
+    del caught  # its traceback has held the frames, and they hold no weights
 
 
 PEAK = """

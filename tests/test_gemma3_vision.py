@@ -220,7 +220,7 @@ def test_shapes_of_the_4b():
 
 
 def test_the_tower_is_whole_on_every_device():
-    specs = weight_specs(CONFIGS["gemma-3-4b"], "heads", 4)
+    specs = weight_specs(CONFIGS["gemma-3-4b"])
     assert not any(any(spec) for name, spec in specs.items() if name.startswith("vision."))
     assert tuple(specs["projector.out"]) == (None, None)
 

@@ -336,7 +336,7 @@ def test_unknown_keywords(llm, gguf_path):
 def test_options_are_refused_before_weights_are_loaded(
     gguf_path, monkeypatch, options, error, message
 ):
-    monkeypatch.setattr("jaxattn.engine.llm.load_weights", None)
+    monkeypatch.setattr("jaxattn.engine.llm.stream_weights", None)
     with pytest.raises(error, match=message):
         make_llm(gguf_path, **options)
 

@@ -139,10 +139,8 @@ def test_everything_at_once_and_one_model_compile(target):
     check_compiles(target, few)
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["v5e", *(pytest.param(each, marks=pytest.mark.slow) for each in CHIPS if each != "v5e")],
-)
+@pytest.mark.slow  # a tiny one is in test_target_plan.py
+@pytest.mark.parametrize("target", CHIPS)
 def test_the_engines_step_on_four_chips_compiles(target):
     """Weights and pages cut by heads, sampling on the device; two layers of 27B."""
     shape = {"model": "gemma-3-27b", "chips": 4, "max_len": 8192, "seqs": 16, "layers": 2}

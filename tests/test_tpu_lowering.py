@@ -1,5 +1,6 @@
 """The TPU kernels lower for TPUs that are not here, with nothing but JAX: Gemma 3's layers."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxattn import Target, kv_pages_shape, ragged_paged_attention
+from jaxattn import Target, ragged_paged_attention
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import layer_specs
 from jaxattn.sharding import over_heads, pages_sharding
@@ -32,13 +33,7 @@ def arguments(layer, tokens, seqs):
     def new(heads):
         return jax.ShapeDtypeStruct((tokens, heads, layer.store.head_dim), jnp.bfloat16)
 
-    pages = kv_pages_shape(
-        num_pages=1 + seqs * PAGES_PER_SEQ,
-        page_size=PAGE_SIZE,
-        num_kv_heads=layer.store.num_kv_heads,
-        head_dim=layer.store.head_dim,
-        dtype="bfloat16",
-    )
+    pages = layer.store.pages(1 + seqs * PAGES_PER_SEQ)
     kv_heads = layer.store.num_kv_heads
     lengths = integers(seqs), integers(seqs, PAGES_PER_SEQ), integers(seqs + 1), integers(3)
     return new(layer.num_q_heads), new(kv_heads), new(kv_heads), pages, *lengths
@@ -84,20 +79,28 @@ def test_every_other_chip(chip):
 
 
 @pytest.mark.parametrize("windowed", [True, False], ids=["windowed", "global"])
-def test_over_kv_heads_of_four_devices(windowed):
-    """27B, four kv heads a device; `shard_map` checks what varies over devices."""
-    layer = layer_of("gemma-3-27b", windowed)
+@pytest.mark.parametrize(
+    ("model", "kv_heads", "queries"),
+    [("gemma-3-27b", 16, "512x8x128xbf16"), ("gemma-3-1b", 4, "512x1x256xbf16")],
+    ids=["four heads a device", "one head, repeated"],
+)
+def test_over_kv_heads_of_four_devices(model, kv_heads, queries, windowed):
+    """`shard_map` checks what varies over devices."""
+    layer = layer_of(model, windowed)
+    layer = replace(layer, store=replace(layer.store, num_kv_heads=kv_heads, shards=4))
     mesh = AbstractMesh((4,), ("heads",), axis_types=(AxisType.Auto,))
     heads, whole = PartitionSpec(None, "heads"), PartitionSpec()
-    specs = (heads, heads, heads, pages_sharding(layer.store.layout, "heads", 4), *[whole] * 4)
+    specs = (heads, heads, heads, pages_sharding(layer.store.pages(2), "heads"), *[whole] * 4)
     arrays = [
         jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, spec))
         for each, spec in zip(arguments(layer, *STEPS["mixed"]), specs, strict=True)
     ]
     absent = dict.fromkeys(("sinks", "image_spans", "first_page"))
-    call = partial(over_heads(ragged_paged_attention, "heads"), **absent, **options(layer, "v6e"))
+    call = partial(
+        over_heads(ragged_paged_attention, "heads", 4), **absent, **options(layer, "v6e")
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         program = lowered(call, arrays)
     check(program, windowed)
-    assert "512x8x128xbf16" in program  # a quarter of 32 query heads
+    assert queries in program  # a quarter of the query heads
     assert "all_gather" not in program and "all_reduce" not in program

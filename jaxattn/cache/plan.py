@@ -199,6 +199,7 @@ MERGE_RULES: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "head_dim": _equal,
     "dtype": _equal,
     "retention": _longest,
+    "shards": _equal,
 }
 
 
@@ -216,7 +217,7 @@ def merge_stores(stores: Mapping[str, StoreSpec]) -> StoreSpec:
 
 def _token_bytes(store: StoreSpec) -> int:
     """Bytes of one token in one layer: K, V, scales, and the padding of its heads to lanes."""
-    page = jax.tree.leaves(store.layout.pages(1))
+    page = jax.tree.leaves(store.pages(1))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in page) // store.page_size
 
 

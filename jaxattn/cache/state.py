@@ -38,7 +38,7 @@ def cache_shapes(plan: CachePlan, num_pages: Sequence[int]) -> CacheState:
         if size < 2:
             raise ValueError(f"{num_pages=}: a pool needs the null page and at least one more")
         for name in group.layers:
-            pages[name] = group.store.layout.pages(size)
+            pages[name] = group.store.pages(size)
     return CacheState(pages)  # type: ignore[arg-type]
 
 
@@ -65,6 +65,7 @@ def append(
     owner = plan.storage_of(layer_name)
     if owner != layer_name:
         raise ValueError(f"layer {layer_name!r} reads the pages of {owner!r} and writes none")
+    _check_whole(plan, layer_name)
     table = batch.tables[plan.group_of(layer_name)]
     written = layout.write_tokens(
         cache.pages[owner],
@@ -91,6 +92,7 @@ def gather(
     table = batch.tables[plan.group_of(layer_name)]
     pages = cache.pages[plan.storage_of(layer_name)]
     store = plan.groups[plan.group_of(layer_name)].store
+    _check_whole(plan, layer_name)
     keys, values = layout.read_pages(
         pages,
         table.page_indices[sequence],
@@ -99,3 +101,12 @@ def gather(
     )
     start = table.first_page[sequence] * store.page_size
     return keys, values, start + jnp.arange(len(keys), dtype=jnp.int32)
+
+
+def _check_whole(plan: CachePlan, layer_name: str) -> None:
+    shards = plan.groups[plan.group_of(layer_name)].store.shards
+    if shards > 1:
+        raise ValueError(
+            f"the pages of layer {layer_name!r} are cut over {shards} devices, each with a layout "
+            "of its own: only `attend` reads and writes them"
+        )

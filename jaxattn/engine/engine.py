@@ -13,7 +13,6 @@ from jaxattn.cache.plan import CachePlan, group_layers
 from jaxattn.cache.sizing import capacity, cdiv, pool_pages, table_width, worst_demand
 from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.outputs import Logprob
-from jaxattn.engine.replicas import HEADS
 from jaxattn.engine.runner import Dispatched, Results, Runner
 from jaxattn.engine.sampler import TopLogprobs
 from jaxattn.engine.scheduler import STEPS_IN_FLIGHT, Scheduled, Scheduler
@@ -21,10 +20,10 @@ from jaxattn.engine.sequence import Sequence, TextStream
 from jaxattn.engine.stats import EngineStats
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
-from jaxattn.models.gemma3.sharding import weight_specs
+from jaxattn.models.gemma3.sharding import shared_config
 from jaxattn.registry import Backend, Need, Target, select
 from jaxattn.sampling import SamplingParams
-from jaxattn.sharding import pages_sharding
+from jaxattn.sharding import HEADS
 from jaxattn.spec import check_positive_int
 
 
@@ -34,8 +33,8 @@ class Engine:
     Not thread safe: one thread owns it.
 
     Args:
-        model: its `dtype` is that of activations. On a mesh its
-            weights lie as `weight_specs` says.
+        model: its `dtype` is that of activations. On a mesh its config is that of
+            `shared_config`, and its weights lie as `weight_specs` says.
         eos_ids: tokens that end a continuation.
         kv_dtype: stored type of keys and values.
         page_size: tokens of a page.
@@ -446,11 +445,14 @@ def plan_engine(
     prefix_reuse: bool = True,
     backend: str | Backend | None = None,
     tensor_parallel: int = 1,
+    target: Target | None = None,
 ) -> tuple[CachePlan, tuple[int, ...]]:
     """The cache plan of an engine and the pages of each group's pool, the null page included.
 
-    See `Engine` for the arguments; `dtype` is the activations'. Needs no weights, so that options
-    are refused before they are loaded: ValueError, TypeError, UnsupportedAttentionError.
+    See `Engine` for the arguments; `dtype` is the activations', `target` the device that is
+    planned for (default: the one in use). Kv heads that `tensor_parallel` devices repeat count as
+    often as they are stored. Needs no weights, so that options are refused before they are loaded:
+    ValueError, TypeError, UnsupportedAttentionError.
     """
     check_positive_int("max_num_seqs", max_num_seqs)
     check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
@@ -480,21 +482,20 @@ def plan_engine(
             )
     if expected_len is not None and expected_len > max_model_len:
         raise ValueError(f"{expected_len=} is longer than {max_model_len=}")
-    weight_specs(config, HEADS, tensor_parallel)  # raises what cannot be cut
-    specs = layer_specs(config, page_size=page_size, kv_dtype=kv_dtype)
+    config = shared_config(config, tensor_parallel)
+    specs = layer_specs(config, page_size=page_size, kv_dtype=kv_dtype, shards=tensor_parallel)
     plan = group_layers(specs, hybrid=hybrid_kv_cache, max_len=max_model_len)
     widths = table_widths(plan, max_model_len, max_num_batched_tokens)
     for layer in plan.layers:
-        pages_sharding(layer.store.layout, HEADS, tensor_parallel)
         need = Need(
-            target=Target.current(),
+            target=target or Target.current(),
             sliding_window=layer.mask.sliding_window,
             soft_cap=layer.mask.soft_cap,
             sinks=layer.mask.sinks,
             image_rule=layer.mask.image_rule,
             causal=layer.mask.causal,
             num_q_heads=layer.num_q_heads // tensor_parallel,
-            num_kv_heads=layer.store.num_kv_heads // tensor_parallel,
+            num_kv_heads=layer.store.layout.num_kv_heads,
             head_dim=layer.store.head_dim,
             page_size=page_size,
             query_dtype=dtype,

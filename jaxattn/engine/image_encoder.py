@@ -12,9 +12,10 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float, Int32
 
 from jaxattn.engine.images import Image, PlacedImage
-from jaxattn.engine.replicas import DATA, on_replicas
+from jaxattn.engine.replicas import on_replicas
 from jaxattn.engine.scheduler import Scheduled
 from jaxattn.models.gemma3.vision import VisionTower
+from jaxattn.sharding import DATA
 
 _NUM_KEPT = 16  # images: their embeddings take 44 MB for Gemma 3 27B in bfloat16
 

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxattn.engine.devices import (
     free_memory,
     make_mesh,
-    place_weights,
     use_compilation_cache,
+    weight_placer,
 )
 from jaxattn.engine.engine import Engine, plan_engine
 from jaxattn.engine.images import public_ids
@@ -23,10 +23,11 @@ from jaxattn.engine.sequence import Sequence as Continuation
 from jaxattn.models.gemma3.checkpoint import (
     check_quantization,
     load_config,
-    load_weights,
     resolve_model,
+    stream_weights,
 )
 from jaxattn.models.gemma3.model import Gemma3
+from jaxattn.models.gemma3.sharding import shared_config
 from jaxattn.models.gemma3.tokenizer import Tokenizer, load_tokenizer
 from jaxattn.registry import Backend
 from jaxattn.sampling import SamplingParams
@@ -70,7 +71,8 @@ class LLM:
         allow_remote_images: fetch images whose http(s) URL is given; others may so have this
             machine ask its neighbours.
         backend: attention backend; None is the first that supports the model here.
-        tensor_parallel: devices that share the heads of one replica.
+        tensor_parallel: devices that share the heads of one replica; a multiple of the kv heads
+            stores each of them on several. The query heads bound it: 4 for 270M and 1B.
         data_parallel: replicas, each with its own cache and `max_num_seqs` sequences. The first
             `tensor_parallel * data_parallel` devices that JAX sees are used.
         seed: of requests that state none.
@@ -152,18 +154,18 @@ class LLM:
         self._progress = progress
         with self._bar() as bar:
             task = bar.add_task("loading", total=None, speed="")
-            config, weights = load_weights(
+            config, weights = stream_weights(
                 path,
                 dtype=dtype,
                 quantize=quantize,
                 images=images,
+                place=weight_placer(config, mesh),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        arrays = place_weights(config, weights, mesh)
         if options["memory"] is None:
             options["memory"] = free_memory(mesh)
         self.engine = Engine(
-            Gemma3(config, arrays, dtype),
+            Gemma3(shared_config(config, tensor_parallel), weights, dtype),
             eos_ids=self.tokenizer.eos_ids,
             token_text=self.tokenizer.token,
             mesh=mesh,

@@ -1,11 +1,11 @@
-"""An engine's mesh, and functions of which every replica computes its own part."""
+"""Functions of which every replica of a mesh computes its own part."""
 
 from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-DATA, HEADS = "data", "heads"  # the axes of an engine's mesh: requests, and what heads cut
+from jaxattn.sharding import DATA
 
 
 def on_replicas(function: Callable, mesh: Mesh | None, *, cut: tuple[bool, ...]) -> Callable:

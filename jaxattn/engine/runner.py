@@ -3,29 +3,27 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32
 
 from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan
-from jaxattn.cache.state import CacheState, cache_shapes
 from jaxattn.engine.image_encoder import ImageEncoder, images_of
 from jaxattn.engine.images import public_ids
-from jaxattn.engine.replicas import DATA, HEADS, on_replicas
+from jaxattn.engine.program import Program
 from jaxattn.engine.sampler import Asked, ParamTable, TopLogprobs
 from jaxattn.engine.scheduler import Scheduled
 from jaxattn.engine.sequence import Sequence as Continuation
-from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
+from jaxattn.engine.step import Buffers, StepInputs
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.registry import Backend
-from jaxattn.sharding import pages_sharding
+from jaxattn.sharding import DATA
 
 
 @dataclass(frozen=True)
@@ -77,24 +75,22 @@ class Runner:
         self.buckets = buckets
         self.num_pages = tuple(num_pages)
         self.mesh = mesh
-        self.num_replicas = mesh.shape[DATA] if mesh else 1
+        self.program = Program(
+            model,
+            plan,
+            num_pages=num_pages,
+            widths=widths,
+            max_num_seqs=max_num_seqs,
+            backend=backend,
+            mesh=mesh,
+        )
+        self.num_replicas = self.program.num_replicas
         self._max_num_seqs = max_num_seqs
-        self._widths = tuple(widths)
         # One slot more than sequences: that of padding rows, always greedy.
         self._params = [ParamTable(max_num_seqs + 1) for _ in range(self.num_replicas)]
         self._num_prompt = np.zeros((self.num_replicas, max_num_seqs + 1), np.int32)
-        attention: dict[str, Any] = {"backend": backend}
-        if mesh and mesh.shape[HEADS] > 1:
-            attention["heads_axis"] = HEADS
-        self._weights, step = make_step(model, plan, **attention)
-        self._step = jax.jit(
-            partial(self._on_replicas, step),
-            static_argnames="num_tokens",
-            donate_argnames="buffers",
-            out_shardings=self._out_shardings(),
-            compiler_options=_compiler_options(),
-        )
-        shapes = self.buffer_shapes()
+        self._step = self.program.step
+        shapes = self.program.buffer_shapes()
         self._empty = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
@@ -104,29 +100,10 @@ class Runner:
         self._encoder: ImageEncoder | None = None
         if model.vision is not None:
             self._encoder = ImageEncoder(
-                model.vision, mesh=mesh, sharding=self._sharding(PartitionSpec(DATA))
+                model.vision, mesh=mesh, sharding=self.program.sharding(PartitionSpec(DATA))
             )
-        self._load = jax.jit(
-            _load, donate_argnums=0, out_shardings=self.buffer_shapes().tokens.sharding
-        )
+        self._load = jax.jit(_load, donate_argnums=0, out_shardings=shapes.tokens.sharding)
         self.reset()
-
-    def _on_replicas(
-        self,
-        step: Callable,
-        weights: list[Array],
-        buffers: Buffers,
-        inputs: StepInputs,
-        asked: Asked,
-        image_embeddings: Array | None,
-        *,
-        num_tokens: int,
-    ) -> tuple[Buffers, StepOutputs]:
-        """The step on every replica's part of the buffers and inputs."""
-        own = on_replicas(
-            partial(step, num_tokens=num_tokens), self.mesh, cut=(False, True, True, False, True)
-        )
-        return own(weights, buffers, inputs, asked, image_embeddings)
 
     def reset(self) -> None:
         """Start with an empty cache (after a step that failed, its donated cache is gone)."""
@@ -136,35 +113,6 @@ class Runner:
             self._encoder.forget()
         with self._in_mesh():
             self.buffers = self._empty()
-
-    def buffer_shapes(self) -> Buffers:
-        """Shapes, dtypes and shardings of the buffers of all replicas."""
-
-        def whole(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            shape = (self.num_replicas * leaf.shape[0], *leaf.shape[1:])
-            sharding = self._sharding(PartitionSpec(DATA, *spec[1:]))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-        size = self.mesh.shape[HEADS] if self.mesh else 1
-        one = cache_shapes(self.plan, self.num_pages)
-        pages = {
-            name: jax.tree.map(whole, leaves, pages_sharding(group.store.layout, HEADS, size))
-            for group in self.plan.groups
-            for name, leaves in one.pages.items()
-            if name in group.layers
-        }
-        tokens = jax.ShapeDtypeStruct((self._max_num_seqs, self.plan.max_len), jnp.int32)
-        return Buffers(CacheState(pages), whole(tokens, PartitionSpec(None)))  # type: ignore[arg-type]
-
-    def _out_shardings(self) -> Any:
-        """Buffers stay where they are: a step returns what the next one was compiled for."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.buffer_shapes()), None
-
-    def _sharding(self, spec: PartitionSpec) -> Sharding:
-        """On the mesh, or the one device: always said, or a step would compile for each way."""
-        if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
-        return NamedSharding(self.mesh, spec)
 
     def _in_mesh(self) -> contextlib.AbstractContextManager:
         return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
@@ -265,9 +213,14 @@ class Runner:
         )
         with self._in_mesh():
             # One transfer for all of them: each on its own costs a tenth of a millisecond.
-            inputs = jax.device_put(inputs, self._sharding(PartitionSpec(DATA)))
+            inputs = jax.device_put(inputs, self.program.sharding(PartitionSpec(DATA)))
             self.buffers, out = self._step(
-                self._weights, self.buffers, inputs, asked, image_embeddings, num_tokens=size
+                self.program.weights,
+                self.buffers,
+                inputs,
+                asked,
+                image_embeddings,
+                num_tokens=size,
             )
         self._compiled.add((size, image_embeddings is not None))
         wanted = (
@@ -300,7 +253,7 @@ class Runner:
             allocator.page_table(group, ids, rows=rows, width=width)
             if allocator
             else (np.zeros((rows, width), np.int32), np.zeros(rows, np.int32))
-            for group, width in enumerate(self._widths)
+            for group, width in enumerate(self.program.widths)
         ]
         num_prompt = self._num_prompt[replica, slots]
         decode = int((q_lens == 1).sum())
@@ -331,8 +284,3 @@ def _image_spans(step: list[Scheduled], size: int) -> Int32[np.ndarray, "tokens 
 
 def _load(tokens: Int32[Array, "slots length"], slot: Array, row: Array) -> Array:
     return tokens.at[slot].set(row)
-
-
-def _compiler_options() -> dict[str, int]:
-    """512-bit vectors on CPU: with XLA's 256 the head of a single row takes 1.6 times as long."""
-    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}

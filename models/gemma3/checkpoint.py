@@ -2,13 +2,14 @@
 
 All formats become one flat dict, named and shaped by `weight_table`. Every tensor of the file
 is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
-Blocks of rows are converted by a few threads, straight into their place, so that the peak is the
-weights as kept plus a few blocks.
+Blocks of rows are converted by a few threads, straight into their weight, which goes to its devices
+as soon as it is whole, so that no model is in memory twice.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -106,17 +107,41 @@ def load_weights(
     quantize: Quantization | None = None,
     progress: Progress | None = None,
 ) -> tuple[Gemma3Config, dict[str, np.ndarray]]:
-    """Config and weights of a checkpoint. Matrices in `dtype`, norms, biases, scales in float32.
+    """Config and weights of a checkpoint, on the host; see `stream_weights`."""
+    return stream_weights(
+        path,
+        dtype=dtype,
+        place=lambda _, weight: weight,
+        images=images,
+        quantize=quantize,
+        progress=progress,
+    )
 
-    `images=False`: the text model alone of a folder that also has a vision tower.
+
+def stream_weights[T](
+    path: str | os.PathLike[str],
+    *,
+    dtype: WeightDtype,
+    place: Callable[[str, np.ndarray], T],
+    images: bool = True,
+    quantize: Quantization | None = None,
+    progress: Progress | None = None,
+) -> tuple[Gemma3Config, dict[str, T]]:
+    """Config of a checkpoint, and what `place(name, weight)` makes of each of its weights.
+
+    Matrices come in `dtype`, norms, biases and scales in float32. `images=False`: the text model
+    alone of a folder that also has a vision tower.
 
     `quantize="int8"` makes the matrices of the text model int8, block by block, each followed by
     its scales (see `weight_table`); they are int8 in any case if the checkpoint has them so.
 
-    The arrays begin on 64-byte boundaries: `jax.device_put` takes them on CPU without a copy.
+    A weight is placed, in this thread, as soon as it is read, and not kept here: the host never
+    holds more than the one that is placed and a few blocks of the next. Arrays begin on 64-byte
+    boundaries: `jax.device_put` takes them on CPU without a copy.
 
     Raises CheckpointError, naming every tensor that is missing, unexpected, wrongly shaped or
-    not finite, or for a damaged file; UnsupportedModelError for another model.
+    not finite, or for a damaged file; UnsupportedModelError for another model. Only a tensor that
+    is not finite, or that cannot be decoded, is found after others were placed: these are dropped.
     """
     kept = _numpy_dtype(dtype)
     checkpoint, config, names = _open(Path(path), images)
@@ -124,13 +149,18 @@ def load_weights(
     stored = {name: table[name].shape for name in names.of}
     stored |= {name: each.stored for name, each in names.turned.items()}
     _check_names(checkpoint, names, stored)
-    weights = {
-        name: _aligned(weight.shape, np.dtype(weight.kept(kept))) for name, weight in table.items()
-    }
+    blocks = [
+        (name, rows)
+        for name in names.of
+        for rows in (
+            [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
+        )
+    ]
+    weights: dict[str, np.ndarray] = {}  # those that are being read
+    placed: dict[str, T] = {}
     not_finite = set()
 
-    def fill(block: tuple[str, slice]) -> None:
-        name, rows = block
+    def fill(name: str, rows: slice) -> None:
         shape, turned = table[name].shape, names.turned.get(name)
         target = weights[name].reshape(-1, shape[-1])
         offset = np.float32(names.norm_offset if table[name].norm else 0)
@@ -145,24 +175,41 @@ def load_weights(
                 else:
                     target[where] = values - offset if offset else values
 
-    blocks = [
-        (name, rows)
-        for name in names.of
-        for rows in (
-            [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
-        )
-    ]
+    def empty(name: str) -> np.ndarray:
+        return _aligned(table[name].shape, np.dtype(table[name].kept(kept)))
+
+    def begin(name: str, rows: slice) -> Future[None]:
+        if rows.start == 0:
+            weights[name] = empty(name)
+            if name + SCALE in table and name + SCALE not in names.of:
+                weights[name + SCALE] = empty(name + SCALE)
+        return pool.submit(fill, name, rows)
+
     with ThreadPoolExecutor(_THREADS) as pool:
+        begun: deque[Future[None]] = deque()
         try:
-            for count, _ in enumerate(pool.map(fill, blocks), start=1):
+            for count, (name, _) in enumerate(blocks, start=1):
+                while len(begun) < 4 * _THREADS and count + len(begun) <= len(blocks):
+                    begun.append(begin(*blocks[count + len(begun) - 1]))
+                begun.popleft().result()
+                if count == len(blocks) or blocks[count][0] != name:  # its last block
+                    for whole in (name, name + SCALE):
+                        if whole in weights and (whole == name or whole not in names.of):
+                            weight = weights.pop(whole)
+                            if not not_finite:
+                                placed[whole] = place(whole, weight)
+                            del weight
+                if not_finite:
+                    placed.clear()  # the rest is read only to name what else is damaged
                 if progress is not None:
                     progress(count, len(blocks))
         except BaseException:  # also Ctrl-C: do not load the rest first
+            placed.clear()
             pool.shutdown(cancel_futures=True)
             raise
     if not_finite:
         raise CheckpointError(f"{path}: NaN or infinity in {', '.join(sorted(not_finite))}")
-    return config, weights
+    return config, placed
 
 
 def check_quantization(quantize: str | None) -> Quantization | None:

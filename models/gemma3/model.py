@@ -23,8 +23,10 @@ from jaxattn.models.gemma3.weights import (
 from jaxattn.spec import LayerSpec, MaskSpec, StoreSpec
 
 
-def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-    """The attention layers of a model, for `jaxattn.group_layers`.
+def layer_specs(
+    config: Gemma3Config, *, page_size: int, kv_dtype: str, shards: int = 1
+) -> tuple[LayerSpec, ...]:
+    """The attention layers of a model, for `jaxattn.group_layers`, on `shards` devices.
 
     With a vision tower, a token of an image sees the image's later ones too, within the window.
     """
@@ -33,6 +35,7 @@ def layer_specs(config: Gemma3Config, *, page_size: int, kv_dtype: str) -> tuple
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
+        shards=shards,
     )
     return tuple(
         LayerSpec(
