@@ -141,7 +141,8 @@ def test_batches_in_every_state_of_the_cache(hybrid, reuse):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 2)])
 def test_shared_among_devices(tensor, data, tmp_path):
     mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
     folder = vision_models.write(tmp_path, NAME)
@@ -211,7 +212,7 @@ def test_steps_of_text_are_compiled_without_images(engine):
     assert {(4, False), (STEP, True)} <= engine.runner._compiled
     assert engine.runner.num_compiled() <= engine.runner.num_shapes == 4
     text = expected_shapes(replace(MODEL.config, vision=None))
-    assert len(engine.runner._weights) == len(text), "the tower's too"
+    assert len(engine.runner.program.weights) == len(text), "the tower's too"
 
 
 def test_penalties_do_not_see_images(engine):

@@ -89,7 +89,7 @@ def test_who_sees_a_planted_embedding(layer):
 @pytest.mark.parametrize(
     ("backend", "dtype", "page_size", "limit"),
     [
-        ("pallas_tpu", "float32", 8, 1e-3),
+        pytest.param("pallas_tpu", "float32", 8, 1e-3, marks=pytest.mark.slow),
         pytest.param("pallas_gpu", "bfloat16", 16, 0.1, marks=pytest.mark.slow),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_table_says_what_is_quantised_and_how_it_is_cut():
     assert all(table[name].wide for name in set(table) - set(MATRICES))
     assert quantization_of(table) == "int8"
     assert quantization_of(plain) is None
-    specs = weight_specs(CONFIG, "heads", 1, "int8")
+    specs = weight_specs(CONFIG, "int8")
     for name in MATRICES:
         assert specs[name + SCALE] == PartitionSpec(specs[name][0]), name
     assert specs["layers.0.gate.scale"] == PartitionSpec("heads")

@@ -130,7 +130,7 @@ def test_a_vision_tower_is_kept_and_can_be_left_out(tmp_path, tiny_gguf):
 
 def test_the_weights_are_plain_orbax_and_restore_to_shardings(good):
     mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
-    specs = weight_specs(CONFIG, "heads", 1)
+    specs = weight_specs(CONFIG)
     abstract = {
         name: jax.ShapeDtypeStruct(
             array.shape,

@@ -21,7 +21,7 @@ from jaxattn.models.gemma3.vision import VisionTower
 from jaxattn.models.gemma3.weights import expected_shapes, weight_table
 from tests import tiny_vision, vision_models
 from tests.tiny_checkpoints import write_folder
-from tests.tiny_vision import CASES, DATA, VOCAB, hf_tensors
+from tests.tiny_vision import CASES, DATA, hf_tensors
 
 NAME = "wide_window"
 OLD_TOWER, OLD_PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
@@ -86,18 +86,13 @@ def test_masks(name, images):
 
 @pytest.mark.parametrize(("name", "images"), CASES)
 def test_logits_of_the_whole_model(name, images):
-    """The embeddings of images as further rows of the embedding, each with a token of its own."""
     model = vision_models.load(name)
     ids, _ = tiny_vision.prompt(name, images)
-    embed_dim = model.config.embed_dim
-    rows = model.encode_images(tiny_vision.pixels(name, images)).reshape(-1, embed_dim)
-    is_image = ids == tiny_vision.IMAGE
-    ids[is_image] = VOCAB + np.arange(len(rows))
-    longer = nnx.clone(model)
-    longer.embed = nnx.Param(jnp.concatenate([model.embed[...], rows / embed_dim**0.5]))
+    encoded = model.encode_images(tiny_vision.pixels(name, images))
+    embeddings = np.zeros((len(ids), model.config.embed_dim), np.float32)
+    embeddings[ids == tiny_vision.IMAGE] = encoded.reshape(-1, model.config.embed_dim)
 
     specs = layer_specs(model.config, page_size=4, kv_dtype="float32")
-    specs = tuple(replace(each, mask=replace(each.mask, image_rule="clamp")) for each in specs)
     plan = group_layers(specs, max_len=64)
     pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
     batch = RaggedBatch(
@@ -106,9 +101,10 @@ def test_logits_of_the_whole_model(name, images):
         distribution=jnp.array([0, 1, 1], jnp.int32),
         tables=(PageTable(pages, jnp.zeros(1, jnp.int32)),) * len(plan.groups),
     )
-    run = jax.jit(partial(longer, plan=plan, backend="reference"))
+    run = jax.jit(partial(model, plan=plan, backend="reference"))
     cache, spans = init_cache(plan, [17] * len(plan.groups)), jnp.asarray(spans_of(name, images))
-    hidden, _ = run(jnp.asarray(ids), cache, batch=batch, image_spans=spans)
+    given = {"image_embeddings": jnp.asarray(embeddings), "image_spans": spans}
+    hidden, _ = run(jnp.asarray(ids), cache, batch=batch, **given)
     expected = np.load(DATA / f"{name}_{images}.npz")["logits"]
     np.testing.assert_allclose(model.logits(hidden), expected, rtol=0, atol=1e-4)
 

@@ -15,7 +15,8 @@ from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
 from tests import tiny_model
 
 # One layer of 4B, with few words.
-CONFIG = replace(CONFIGS["gemma-3-4b"], layers=CONFIGS["gemma-3-4b"].layers[:1], vocab_size=512)
+_4B = CONFIGS["gemma-3-4b"]
+CONFIG = replace(_4B, layers=_4B.layers[:1], vocab_size=512, vision=None)
 LIMITS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 
 
@@ -56,5 +57,5 @@ def test_the_shapes_are_those_that_the_engine_passes():
 
     assert kinds(runner.buffers) == kinds(runner.program.buffer_shapes())
     for size in runner.buckets:
-        passed = runner._inputs(0, [], None, min(size, 4))
+        passed = runner._inputs(0, [], None, min(size, 4), None)
         assert kinds(passed) == kinds(runner.program.input_shapes(size))

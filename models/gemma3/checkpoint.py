@@ -151,7 +151,8 @@ def stream_weights[T](
     _check_names(checkpoint, names, stored)
     blocks = [
         (name, rows)
-        for name in names.of
+        for name in table
+        if name in names.of
         for rows in (
             [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
         )
