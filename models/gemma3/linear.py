@@ -12,7 +12,7 @@ from jaxattn.models.gemma3.weights import SCALE
 
 _TERMS = 16  # products that one lane adds up: fewer is slower to run, more is slower to compile
 _MAX_TERMS = 40  # with over 64 XLA on CPU is three times slower
-_BLOCK = 2**22  # int8 weights that are converted at a time: what two cores keep in their cache
+_BLOCK = 2**20  # int8 weights that are converted at a time: what a core keeps in its cache
 _MAX_SUMS = 2**22  # partial sums of all outputs: beyond 16 MB they cost more than they save
 
 
@@ -81,11 +81,15 @@ def _converted_dot(
 def _dot_in_blocks(
     x: Float[Array, "tokens in"], weight: Int8[Array, "out in"]
 ) -> Float[Array, "tokens out"]:
-    """Block after block of rows, each converted into the same small buffer."""
+    """Block after block of rows, each converted into the same small buffer.
+
+    Two blocks at least: outside of a loop XLA converts the weights of all layers at once, before
+    anything else, which made decoding half as fast.
+    """
     outputs, size = weight.shape
-    fitting = [n for n in range(1, _BLOCK // size + 1) if outputs % n == 0]
+    fitting = [n for n in range(1, min(_BLOCK // size, outputs // 2) + 1) if outputs % n == 0]
     step = max(fitting, default=0)
-    if step == outputs or step * size < _BLOCK // 16:  # small steps cost more than a copy
+    if step * size < _BLOCK // 16:  # small steps cost more than a copy
         return _converted_dot(x, weight)
     blocks = jax.lax.map(partial(_converted_dot, x), weight.reshape(-1, step, size))
     return jnp.swapaxes(blocks, 0, 1).reshape(x.shape[0], outputs)
