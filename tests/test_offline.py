@@ -188,7 +188,7 @@ class FailingEngine:
     def __init__(self, size):
         self.size, self.queue, self.steps, self.aborted = size, [], 0, []
 
-    def check_prompt(self, token_ids):
+    def check_prompt(self, token_ids, images):
         pass
 
     def add(self, prompt, params, **options):
