@@ -1,5 +1,6 @@
 """Broken checkpoints through `LLM`: one clear error, and nothing is left on a device."""
 
+import gc
 import json
 import os
 import struct
@@ -47,13 +48,15 @@ def refused(monkeypatch, tokenizer):
     def check(path: Path, message: str, *, reading: bool = False) -> None:
         if path.is_dir():
             (path / tokenizer[0]).write_bytes(tokenizer[1])
+        gc.collect()  # what earlier tests left would else be gone in between
         before = len(jax.live_arrays())
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=message):
             if not reading:
                 patch.setattr(jax, "device_put", no_device)
                 patch.setattr(jax, "make_array_from_callback", no_device)
             LLM(path, dtype="float32", max_model_len=64, progress=False)
-        assert len(jax.live_arrays()) == before
+        gc.collect()
+        assert len(jax.live_arrays()) <= before
 
     return check
 
