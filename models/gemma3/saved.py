@@ -20,9 +20,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore
-from pydantic import TypeAdapter, ValidationError
 
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.errors import CheckpointError, UnsupportedModelError
@@ -43,6 +40,8 @@ class SavedFolder:
     """
 
     def __init__(self, path: Path, *, images: bool = True):
+        import tensorstore  # this and the next two take a second: not for other formats
+
         self.path = path
         about = _read_about(path / _ABOUT)
         self.config: Gemma3Config = _config(path / _ABOUT, about["config"])
@@ -143,6 +142,8 @@ def _write(
     weights: Mapping[str, np.ndarray],
     tokenizer: tuple[str, bytes],
 ) -> None:
+    import orbax.checkpoint as ocp
+
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in weights}
     with ocp.Checkpointer(handler) as checkpointer:
@@ -203,6 +204,8 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 def _config(path: Path, stored: Any) -> Gemma3Config:
     """The config, if each of its values is there, and nothing else."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         config = TypeAdapter(Gemma3Config).validate_json(json.dumps(stored), strict=True)
     except (ValidationError, ValueError) as error:
