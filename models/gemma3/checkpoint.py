@@ -157,6 +157,10 @@ def stream_weights[T](
             [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
         )
     ]
+    made = {  # of each tensor of the file: a matrix that is quantised here, and its scales
+        name: [name, name + SCALE] if name + SCALE in table.keys() - names.of.keys() else [name]
+        for name in names.of
+    }
     weights: dict[str, np.ndarray] = {}  # those that are being read
     placed: dict[str, T] = {}
     not_finite = set()
@@ -176,14 +180,10 @@ def stream_weights[T](
                 else:
                     target[where] = values - offset if offset else values
 
-    def empty(name: str) -> np.ndarray:
-        return _aligned(table[name].shape, np.dtype(table[name].kept(kept)))
-
     def begin(name: str, rows: slice) -> Future[None]:
         if rows.start == 0:
-            weights[name] = empty(name)
-            if name + SCALE in table and name + SCALE not in names.of:
-                weights[name + SCALE] = empty(name + SCALE)
+            for each in made[name]:
+                weights[each] = _aligned(table[each].shape, np.dtype(table[each].kept(kept)))
         return pool.submit(fill, name, rows)
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -194,12 +194,11 @@ def stream_weights[T](
                     begun.append(begin(*blocks[count + len(begun) - 1]))
                 begun.popleft().result()
                 if count == len(blocks) or blocks[count][0] != name:  # its last block
-                    for whole in (name, name + SCALE):
-                        if whole in weights and (whole == name or whole not in names.of):
-                            weight = weights.pop(whole)
-                            if not not_finite:
-                                placed[whole] = place(whole, weight)
-                            del weight
+                    for each in made[name]:
+                        weight = weights.pop(each)
+                        if not not_finite:
+                            placed[each] = place(each, weight)
+                        del weight
                 if not_finite:
                     placed.clear()  # the rest is read only to name what else is damaged
                 if progress is not None:
