@@ -1,7 +1,6 @@
 """Multimodal models against transformers' outputs (see tests/data/gemma3_vision)."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn import PageTable, RaggedBatch, group_layers, init_cache
 from jaxattn.kernels.mask import visible
 from jaxattn.models.gemma3.checkpoint import load_weights
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.errors import CheckpointError
-from jaxattn.models.gemma3.model import Gemma3, layer_specs
+from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import weight_specs
 from jaxattn.models.gemma3.vision import VisionTower
 from jaxattn.models.gemma3.weights import expected_shapes, weight_table
 from tests import tiny_vision, vision_models
+from tests.image_prompts import oracle_logits, reference_prompt
 from tests.tiny_checkpoints import write_folder
 from tests.tiny_vision import CASES, DATA, hf_tensors
 
@@ -86,27 +85,9 @@ def test_masks(name, images):
 
 @pytest.mark.parametrize(("name", "images"), CASES)
 def test_logits_of_the_whole_model(name, images):
-    model = vision_models.load(name)
-    ids, _ = tiny_vision.prompt(name, images)
-    encoded = model.encode_images(tiny_vision.pixels(name, images))
-    embeddings = np.zeros((len(ids), model.config.embed_dim), np.float32)
-    embeddings[ids == tiny_vision.IMAGE] = encoded.reshape(-1, model.config.embed_dim)
-
-    specs = layer_specs(model.config, page_size=4, kv_dtype="float32")
-    plan = group_layers(specs, max_len=64)
-    pages = jnp.arange(1, 17, dtype=jnp.int32)[None]
-    batch = RaggedBatch(
-        kv_lens=jnp.array([len(ids)], jnp.int32),
-        cu_q_lens=jnp.array([0, len(ids)], jnp.int32),
-        distribution=jnp.array([0, 1, 1], jnp.int32),
-        tables=(PageTable(pages, jnp.zeros(1, jnp.int32)),) * len(plan.groups),
-    )
-    run = jax.jit(partial(model, plan=plan, backend="reference"))
-    cache, spans = init_cache(plan, [17] * len(plan.groups)), jnp.asarray(spans_of(name, images))
-    given = {"image_embeddings": jnp.asarray(embeddings), "image_spans": spans}
-    hidden, _ = run(jnp.asarray(ids), cache, batch=batch, **given)
+    logits = oracle_logits(name, *reference_prompt(name, images))
     expected = np.load(DATA / f"{name}_{images}.npz")["logits"]
-    np.testing.assert_allclose(model.logits(hidden), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 # Loading.
