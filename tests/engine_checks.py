@@ -150,14 +150,14 @@ def narrow(
         typical_len=typical_len or max_len,
         step_tokens=chunk,
     )
-    made = engine.runner.num_pages
+    made = engine.runner.program.num_pages
     engine.num_pages = tuple(map(min, engine.num_pages, made))
     engine._prefix_reuse = prefix_reuse
     engine.max_num_batched_tokens = chunk
     for scheduler in engine.schedulers:
         scheduler.running.clear()
         scheduler.waiting.clear()
-        scheduler.max_num_seqs = min(chunk, engine.runner._max_num_seqs)
+        scheduler.max_num_seqs = min(chunk, engine.runner.program.max_num_seqs)
         scheduler.max_num_batched_tokens = chunk
         scheduler.buckets = (*(size for size in engine.buckets if size < chunk), chunk)
         scheduler.restart(engine._new_allocator())

@@ -70,11 +70,8 @@ class Runner:
         backend: str | Backend | None,
         mesh: Mesh | None = None,
     ):
-        self.plan = plan
         self.vocab_size = model.config.vocab_size
         self.buckets = buckets
-        self.num_pages = tuple(num_pages)
-        self.mesh = mesh
         self.program = Program(
             model,
             plan,
@@ -85,7 +82,6 @@ class Runner:
             mesh=mesh,
         )
         self.num_replicas = self.program.num_replicas
-        self._max_num_seqs = max_num_seqs
         # One slot more than sequences: that of padding rows, always greedy.
         self._params = [ParamTable(max_num_seqs + 1) for _ in range(self.num_replicas)]
         self._num_prompt = np.zeros((self.num_replicas, max_num_seqs + 1), np.int32)
@@ -115,7 +111,8 @@ class Runner:
             self.buffers = self._empty()
 
     def _in_mesh(self) -> contextlib.AbstractContextManager:
-        return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
+        mesh = self.program.mesh
+        return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
 
     def num_compiled(self) -> int:
         """How many step shapes have been compiled so far: at most `num_shapes`."""
@@ -138,10 +135,10 @@ class Runner:
 
     def load(self, replica: int, slot: int, tokens: Sequence[int]) -> None:
         """Put the tokens that a sequence has into its slot."""
-        row = np.zeros(self.plan.max_len, np.int32)
+        row = np.zeros(self.program.plan.max_len, np.int32)
         row[: len(tokens)] = tokens
         with self._in_mesh():
-            index = np.int32(replica * self._max_num_seqs + slot)
+            index = np.int32(replica * self.program.max_num_seqs + slot)
             loaded = self._load(self.buffers.tokens, index, row)
         self.buffers = Buffers(self.buffers.cache, loaded)
 
@@ -194,7 +191,7 @@ class Runner:
         size: int,
         image_embeddings: Array | None,
     ) -> Dispatched:
-        rows = min(size, self._max_num_seqs)
+        rows = min(size, self.program.max_num_seqs)
         parts = [
             self._inputs(
                 replica,
@@ -241,7 +238,7 @@ class Runner:
         image_spans: Int32[np.ndarray, "tokens 2"] | None,
     ) -> StepInputs:
         """A replica's part of a step, as host arrays. No allocator: no sequences."""
-        slots = np.full(rows, self._max_num_seqs, np.int32)
+        slots = np.full(rows, self.program.max_num_seqs, np.int32)
         slots[: len(step)] = np.array([share.sequence.slot for share in step], np.int32)
         kv_lens, q_lens = np.zeros((2, rows), np.int32)
         kv_lens[: len(step)] = [share.start + share.num_tokens for share in step]
