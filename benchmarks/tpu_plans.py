@@ -43,7 +43,7 @@ def plan(model: str, target: str) -> str:
     except DoesNotFitError as error:
         return f"does not fit: {error}"
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(report(planned, *steps))
+    console.print(report(planned, steps))
     return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 

@@ -114,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     target.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights (bfloat16)")
     add_quantize(target)
+    target.add_argument(
+        "--no-images", action="store_true", default=None, help="leave the vision tower out"
+    )
     target.add_argument("--prefill-tokens", type=int, help="most tokens of a step (512)")
     target.add_argument(
         "--tensor-parallel",
@@ -213,7 +216,9 @@ def _generate(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.target is not None:
         return _plan_target(options)
-    for_target = ("dtype", "quantize", "prefill_tokens", "tensor_parallel", "data_parallel")
+    for_target = (
+        *("dtype", "quantize", "no_images", "prefill_tokens", "tensor_parallel", "data_parallel"),
+    )
     given = [name for name in for_target if getattr(options, name) is not None]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -275,6 +280,7 @@ def _plan_target(options: argparse.Namespace) -> int:
         kv_dtype=options.kv_dtype,
         dtype=options.dtype or Wanted.dtype,
         quantize=options.quantize,
+        images=not options.no_images,
         prefill_tokens=Wanted.prefill_tokens
         if options.prefill_tokens is None
         else options.prefill_tokens,
@@ -289,7 +295,7 @@ def _plan_target(options: argparse.Namespace) -> int:
     waiting = f"compiling {options.model} for {options.target}, which takes minutes"
     with Console(stderr=True).status(waiting):
         steps = plan.compile()
-    Console(width=None if sys.stdout.isatty() else 100).print(report(plan, *steps))
+    Console(width=None if sys.stdout.isatty() else 100).print(report(plan, steps))
     return 0
 
 

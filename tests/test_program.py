@@ -12,7 +12,7 @@ from jaxattn.engine.program import Program
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
-from tests import tiny_model
+from tests import tiny_model, vision_models
 
 # One layer of 4B, with few words.
 _4B = CONFIGS["gemma-3-4b"]
@@ -49,13 +49,37 @@ def test_the_kernels_are_in_the_step(tensor, data):
     assert exported.nr_devices == tensor * data
 
 
+def kinds(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
 def test_the_shapes_are_those_that_the_engine_passes():
     runner = tiny_model.engine().runner
-
-    def kinds(tree):
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-
     assert kinds(runner.buffers) == kinds(runner.program.buffer_shapes())
     for size in runner.buckets:
         passed = runner._inputs(0, [], None, min(size, 4), None)
         assert kinds(passed) == kinds(runner.program.input_shapes(size))
+
+
+def test_the_shapes_of_images_are_those_that_the_engine_passes(monkeypatch):
+    engine = tiny_model.engine(
+        vision_models.load("wide_window"), max_model_len=64, max_num_batched_tokens=32
+    )
+    runner, passed = engine.runner, {}
+    encoder, step = runner._encoder, runner._step
+
+    size = runner.buckets[-1]
+    real = encoder.encode
+    monkeypatch.setattr(
+        encoder, "encode", lambda *given: passed.update(image=given) or real(*given)
+    )
+    monkeypatch.setattr(
+        runner,
+        "_step",
+        lambda *given, **static: passed.update(step=given) or step(*given, **static),
+    )
+    runner.buckets = (size,)
+    runner.precompile()
+    assert kinds(passed["image"]) == kinds(encoder.arguments())
+    _, _, inputs, asked, embeddings = runner.program.arguments(size, images=True)
+    assert kinds(passed["step"][2:]) == kinds((inputs, asked, embeddings))

@@ -13,7 +13,6 @@ from jaxattn.engine.target_plan import (
     DoesNotFitError,
     TargetPlan,
     Wanted,
-    device_bytes,
     plan_target,
     weight_bytes,
 )
@@ -56,11 +55,16 @@ def test_weights_are_counted_as_they_are_stored():
     attention = 2 * 4096 * width + 2 * 2048 * width  # q and o, k and v
     matrices = words * width + 62 * (attention + 3 * 21_504 * width)
     norms = 62 * (4 * width + 2 * 128) + width
-    assert weight_bytes(WANTED, 1) == 2 * matrices + 4 * norms
-    assert weight_bytes(WANTED, 8) == 2 * matrices // 8 + 4 * norms
+
+    def weights(wanted, size):
+        return sum(weight_bytes(wanted, size).values())
+
+    text = replace(WANTED, images=False)
+    assert weights(text, 1) == 2 * matrices + 4 * norms
+    assert weights(text, 8) == 2 * matrices // 8 + 4 * norms
     one = replace(WANTED, model="gemma-3-1b")
     repeated = 2 * 26 * 2 * 256 * 1152  # k and v of the one head, whole on every chip
-    assert 4 * weight_bytes(one, 4) - weight_bytes(one, 1) == 3 * (
+    assert 4 * weights(one, 4) - weights(one, 1) == 3 * (
         repeated + 4 * (26 * (4 * 1152 + 2 * 256) + 1152)
     )
 
@@ -111,14 +115,19 @@ def test_shares_that_are_asked_for():
         (
             WANTED,
             "v5e-1",
-            r"gemma-3-27b in bfloat16 needs 50\.31 GiB for its weights; a chip of v5e-1 has "
+            r"gemma-3-27b in bfloat16 needs 51\.10 GiB for its weights; a chip of v5e-1 has "
             r"15\.75 GiB: use --target v5e-4, v5e-8, v5p-2",
         ),
         (
             replace(WANTED, model="gemma-3-12b", max_len=131072),
             "v6e-1",
-            r"needs 21\.92 GiB for its weights, and 8\.\d+ GiB for the cache of one sequence of "
-            r"131,072 tokens; .*a cache gets 8\.39 GiB: use .*v5e-8.*, or a smaller --max-len",
+            r"needs 22\.70 GiB for its weights, and 8\.\d+ GiB for the cache of one sequence of "
+            r"131,072 tokens; .*a cache gets 7\.68 GiB: use .*v5e-8.*, or a smaller --max-len",
+        ),
+        (
+            replace(WANTED, model="gemma-3-12b", max_len=120_000),
+            "v6e-1",
+            "or --quantize int8, or --no-images, or a smaller --max-len",
         ),
         (replace(WANTED, dtype="float32"), "v5e-1", "use --target v5e-8, v5p-8, v6e-4, v6e-8, tpu"),
     ],
@@ -130,7 +139,7 @@ def test_what_does_not_fit_is_refused_before_it_is_compiled(wanted, target, mess
 
 def test_the_bound_by_hand():
     """4B on one v6e: 5 global layers of 34, four heads of 256, K and V in bfloat16."""
-    plan = plan_target(replace(WANTED, model="gemma-3-4b"), "v6e-1")
+    plan = plan_target(replace(WANTED, model="gemma-3-4b", images=False), "v6e-1")
     token = 2 * 4 * 256 * 2
     visible = 8 * token * (5 * 32768 + 29 * 1024)
     assert [len(group.layers) for group in plan.cache.groups] == [29, 5]
@@ -143,6 +152,40 @@ def test_the_bound_by_hand():
     )
 
 
+def test_the_vision_tower_is_counted_and_does_not_decode():
+    """SigLIP with 27 layers of 1152, its projector to 5376: whole on every chip."""
+    layer = 4 * 1152 * 1152 + 2 * 1152 * 4304
+    matrices = 27 * layer + 1152 * 588 + 4096 * 1152 + 5376 * 1152
+    wide = 27 * (4 * 1152 + 4 * 1152 + 4304 + 1152) + 1152 + 2 * 1152 + 1152
+    plan = plan_target(WANTED, "v5e-8")
+    assert plan.tower_bytes == 2 * matrices + 4 * wide
+    text = plan_target(replace(WANTED, images=False), "v5e-8")
+    assert text.tower_bytes == 0 and plan.weight_bytes - plan.tower_bytes == text.weight_bytes
+    assert plan.num_pages < text.num_pages
+    assert plan.decode_seconds(4096) == text.decode_seconds(4096)
+    assert [case.name for case in plan.cases()] == ["decode", "prefill", "image"]
+    assert [case.name for case in text.cases()] == ["decode", "prefill"]
+    # What a step does not take of the tower, and the tower's own case of the text and the cache,
+    # is on the device all the same.
+    for name, taken in (
+        ("decode", plan.resident_bytes - plan.tower_bytes),
+        ("image", plan.tower_bytes),
+    ):
+        step = replace(COMPILED, case=name, argument_bytes=taken + 7)
+        assert plan.device_bytes(step) == plan.resident_bytes + 7 + 100
+
+
+@pytest.mark.slow  # a minute
+def test_steps_with_images_compile():
+    wanted = Wanted(model="gemma-3-4b", max_len=1024, batch=2, layers=1)
+    plan = plan_target(wanted, "v5e-4", tensor_parallel=2)
+    assert (plan.tensor_parallel, plan.data_parallel) == (2, 2)
+    _, prefill, image = plan.compile()
+    assert 0 <= plan.other_bytes(prefill) < 2**24
+    assert 896 * 896 * 3 * 4 <= plan.other_bytes(image) < 2**24
+    assert image.temp_bytes < 2**28  # the scores of all heads at once would be 2**30
+
+
 def arguments(model, *more):
     return ["plan", "--model", model, "--max-len", "256", "--batch", "4", *more]
 
@@ -150,7 +193,8 @@ def arguments(model, *more):
 def test_the_printed_plan(capsys, monkeypatch):
     steps = COMPILED, replace(COMPILED, temp_bytes=50 * 2**20, seconds=3)
     monkeypatch.setattr(TargetPlan, "compile", lambda plan: steps)
-    assert main([*arguments("gemma-3-27b", "--target", "v5e-8"), "--max-len", "32768"]) == 0
+    options = ["--target", "v5e-8", "--max-len", "32768", "--no-images"]
+    assert main(arguments("gemma-3-27b", *options)) == 0
     out, err = capsys.readouterr()
     assert "gemma-3-27b on v5e-8: tensor parallel 8, data parallel 1; weights bfloat16" in out
     assert "52 windowed (1024) layers" in out and "10 global layers" in out
@@ -175,7 +219,7 @@ def test_a_step_that_the_compiler_finds_too_large(monkeypatch):
     with pytest.raises(CompilerError, match="step did not compile: no such instruction"):
         plan.compile()
     compiled(COMPILED, COMPILED)
-    assert device_bytes(plan.compile()[0]) == 10**9 + 100
+    assert plan.device_bytes(plan.compile()[0]) == 10**9 + 100
 
 
 @pytest.mark.parametrize(
@@ -245,4 +289,4 @@ def test_a_tiny_model_compiles(tmp_path, capsys):
     cache = sum(map(plan.pool_bytes, range(2)))
     assert plan.weight_bytes + cache <= step.argument_bytes < plan.weight_bytes + cache + 2**20
     assert step.alias_bytes >= cache  # in place
-    assert device_bytes(step) < plan.slice.hbm_bytes
+    assert plan.device_bytes(step) < plan.slice.hbm_bytes

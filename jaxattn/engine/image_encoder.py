@@ -50,7 +50,7 @@ class ImageEncoder:
         def encode(weights: list[Array], pixels: Array) -> Float[Array, "tokens embed"]:
             return nnx.merge(graph, jax.tree.unflatten(tree, weights))(pixels)[0]
 
-        self._encode = jax.jit(on_replicas(encode, mesh, cut=(False, True)), out_shardings=sharding)
+        self.encode = jax.jit(on_replicas(encode, mesh, cut=(False, True)), out_shardings=sharding)
         self._place = jax.jit(
             on_replicas(_place, mesh, cut=(True, True, True)),
             donate_argnums=0,
@@ -95,6 +95,12 @@ class ImageEncoder:
         nowhere = np.full((self._num_replicas, self._num_tokens), num_tokens, np.int32)
         return self._put(encoded, blank, nowhere)
 
+    def arguments(self) -> tuple[list, jax.ShapeDtypeStruct]:
+        """The shapes that `encode` takes: of the tower's weights, and an image of every replica."""
+        shape = (self._num_replicas, *self._pixels_shape)
+        pixels = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._sharding)
+        return self._weights, pixels
+
     def forget(self) -> None:
         """Drop what is kept: it may be the result of something that failed."""
         self._kept.clear()
@@ -114,7 +120,7 @@ class ImageEncoder:
         """Embeddings of an image of every replica, one after the other; of None something."""
         blank = np.zeros(self._pixels_shape, np.float32)
         pixels = np.stack([blank if image is None else image.pixels for image in images])
-        return self._encode(self._weights, jax.device_put(pixels, self._sharding))
+        return self.encode(self._weights, jax.device_put(pixels, self._sharding))
 
     def _put(
         self, encoded: Array, embeddings: Array, places: Int32[np.ndarray, "replicas tokens"]

@@ -47,6 +47,7 @@ class Program:
         target: Target | None = None,
     ):
         self.plan = plan
+        self._embed_dim, self._dtype = model.config.embed_dim, jnp.dtype(model.dtype)
         self.num_pages = tuple(num_pages)
         self.widths = tuple(widths)
         self.max_num_seqs = max_num_seqs
@@ -103,7 +104,7 @@ class Program:
         tokens = jax.ShapeDtypeStruct((self.max_num_seqs, self.plan.max_len), jnp.int32)
         return Buffers(CacheState(pages), self._of_replicas(tokens))
 
-    def input_shapes(self, num_tokens: int) -> StepInputs:
+    def input_shapes(self, num_tokens: int, *, images: bool = False) -> StepInputs:
         """Shapes, dtypes and shardings of what the host says of a step of `num_tokens` tokens."""
         rows = min(num_tokens, self.max_num_seqs)
 
@@ -117,19 +118,23 @@ class Program:
             num_prompt=integers(rows),
             samples=jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
             params=ParamTable(rows).rows(np.arange(rows), np.zeros(rows, np.int32)),
+            image_spans=integers(num_tokens, 2) if images else None,
         )
         return jax.tree.map(self._of_replicas, inputs)
 
-    def arguments(self, num_tokens: int) -> tuple[list, Buffers, StepInputs, Asked, None]:
-        """Shapes of all that a step of text takes, the same whatever is asked for."""
+    def arguments(
+        self, num_tokens: int, *, images: bool = False
+    ) -> tuple[list, Buffers, StepInputs, Asked, Any]:
+        """Shapes of all that a step takes, the same whatever is asked for."""
         asked = Asked.by([], samples=True)
+        embeddings = jax.ShapeDtypeStruct((num_tokens, self._embed_dim), self._dtype)
         whole = self.sharding(PartitionSpec())
         return (
             self.weights,
             self.buffer_shapes(),
-            self.input_shapes(num_tokens),
+            self.input_shapes(num_tokens, images=images),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype, sharding=whole), asked),
-            None,
+            self._of_replicas(embeddings) if images else None,
         )
 
     def _out_shardings(self) -> Any:

@@ -10,25 +10,27 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.sizing import capacity, worst_demand
 from jaxattn.engine.ahead import Case, Compiled, CompilerError, compile_ahead
 from jaxattn.engine.devices import CACHE_SHARE, mesh_of
 from jaxattn.engine.engine import plan_engine, table_widths
+from jaxattn.engine.image_encoder import ImageEncoder
 from jaxattn.engine.program import Program
 from jaxattn.engine.slices import SLICES, Slice, slice_of
 from jaxattn.models.gemma3.checkpoint import load_config
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
-from jaxattn.models.gemma3.weights import Quantization
+from jaxattn.models.gemma3.weights import VISION, Quantization
 from jaxattn.registry import Target, UnsupportedAttentionError
 from jaxattn.sharding import DATA, HEADS
 from jaxattn.spec import check_positive_int
 
 BACKEND = "pallas_tpu"  # said, so that nothing else is compiled in its place
+_IMAGE = "image"  # the case that computes the embeddings of one
 
 
 class DoesNotFitError(ValueError):
@@ -40,7 +42,8 @@ class Wanted:
     """What is asked for: a model as `load_config` takes it, and the engine's options.
 
     `batch`: sequences that run at a time, on each replica; `prefill_tokens`: most tokens of a
-    step. `layers`: only so many of the model's, for tests.
+    step. `images`: with the vision tower, if the model has one. `layers`: only so many of the
+    model's, for tests.
     """
 
     model: str
@@ -51,11 +54,12 @@ class Wanted:
     dtype: str = "bfloat16"
     prefill_tokens: int = 512
     quantize: Quantization | None = None
+    images: bool = True
     layers: int | None = None
 
     def config(self) -> Gemma3Config:
-        """The text model's config, without its weights."""
-        config = load_config(self.model, images=False)
+        """The model's config, without its weights."""
+        config = load_config(self.model, images=self.images)
         return replace(config, layers=config.layers[: self.layers])
 
     def engine_plan(
@@ -87,6 +91,7 @@ class TargetPlan:
     cache: CachePlan
     num_pages: tuple[int, ...]
     weight_bytes: int
+    tower_bytes: int  # of these, the vision tower's
     memory: int  # that the cache was given
 
     @property
@@ -108,46 +113,71 @@ class TargetPlan:
     def decode_seconds(self, length: int) -> float:
         """The least time of a decode step of `sequences(length)` of `length` tokens each.
 
-        A bound: every weight and every key and value that a query sees is read once, at the full
-        bandwidth of the memory. Exchanges between devices and all computing are left out.
+        A bound: every weight of the text model and every key and value that a query sees is read
+        once, at the full bandwidth of the memory. Exchanges between devices and all computing are
+        left out.
         """
         visible = self.sequences(length) * self.cache.ideal_bytes(length) / self.tensor_parallel
-        return (self.weight_bytes + visible) / (self.slice.hbm_gb_per_s * 1e9)
+        weights = self.weight_bytes - self.tower_bytes
+        return (weights + visible) / (self.slice.hbm_gb_per_s * 1e9)
 
     def most_tokens_per_s(self, length: int) -> float:
         """What `decode_seconds` leaves room for, over all replicas."""
         return self.data_parallel * self.sequences(length) / self.decode_seconds(length)
 
-    def cases(self) -> tuple[Case, Case]:
-        """The engine's decode step of a whole batch, and its largest step."""
-        options = vars(self.wanted) | {
-            "tensor_parallel": self.tensor_parallel,
-            "memory": self.memory,
-        }
-        builder = "jaxattn.engine.target_plan:engine_step"
-        decode, prefill = self.wanted.batch, self.wanted.prefill_tokens
-        return (
-            Case("decode", builder, options | {"tokens": decode}),
-            Case("prefill", builder, options | {"tokens": prefill}),
-        )
+    def cases(self) -> list[Case]:
+        """The engine's decode step of a whole batch, and its largest step; with a vision tower that
+        step has images, and a third case computes an image's embeddings."""
+        images = self.wanted.config().vision is not None
+        options = vars(self.wanted) | {"tensor_parallel": self.tensor_parallel}
 
-    def compile(self, seconds: float = 3600) -> tuple[Compiled, Compiled]:
-        """Compile both steps; DoesNotFitError if the compiler finds them too large.
+        def step(name: str, tokens: int, *, with_images: bool = False) -> Case:
+            own = {"memory": self.memory, "tokens": tokens, "with_images": with_images}
+            return Case(name, f"{__name__}:engine_step", options | own)
+
+        cases = [
+            step("decode", self.wanted.batch),
+            step("prefill", self.wanted.prefill_tokens, with_images=images),
+        ]
+        if images:
+            cases.append(Case(_IMAGE, f"{__name__}:engine_encoder", options))
+        return cases
+
+    def compile(self, seconds: float = 3600) -> list[Compiled]:
+        """Compile the cases; DoesNotFitError if the compiler finds one too large.
 
         Raises LibtpuMissingError without libtpu, CompilerError where the compiler fails otherwise.
         """
-        decode, prefill = compile_ahead(self.slice.topology, self.cases(), seconds_per_case=seconds)
-        for each in (decode, prefill):
-            if "Ran out of memory" in each.error or device_bytes(each) > self.slice.hbm_bytes:
+        steps = compile_ahead(self.slice.topology, self.cases(), seconds_per_case=seconds)
+        for each in steps:
+            needs = self.device_bytes(each)
+            if "Ran out of memory" in each.error or needs > self.slice.hbm_bytes:
                 raise DoesNotFitError(
                     f"the {each.case} step does not fit a chip of {self.slice.name} beside "
                     f"{gib(self.weight_bytes)} of weights and {gib(self.memory)} of cache: "
-                    f"{each.error or gib(device_bytes(each))}; give fewer --prefill-tokens, or a "
+                    f"{each.error or gib(needs)}; give fewer --prefill-tokens, or a "
                     "smaller --batch"
                 )
             if each.error:
                 raise CompilerError(f"the {each.case} step did not compile: {each.error}")
-        return decode, prefill
+        return steps
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is on a device all the time: the weights and the cache."""
+        return self.weight_bytes + sum(map(self.pool_bytes, range(len(self.num_pages))))
+
+    def device_bytes(self, step: Compiled) -> int:
+        """All that is in a device's memory while a step runs."""
+        in_place = step.output_bytes - step.alias_bytes
+        own = self.other_bytes(step) + in_place + step.temp_bytes + step.code_bytes
+        return self.resident_bytes + own
+
+    def other_bytes(self, step: Compiled) -> int:
+        """Of a step's arguments, those that are not on the device all the time; and padding."""
+        tower = self.tower_bytes
+        taken = tower if step.case == _IMAGE else self.resident_bytes - tower
+        return step.argument_bytes - taken
 
 
 def plan_target(
@@ -223,7 +253,8 @@ def _fits(config: Gemma3Config, size: int) -> bool:
 
 def _plan(wanted: Wanted, where: Slice, size: int) -> TargetPlan | None:
     """With `size` devices a replica; None where not even one sequence fits."""
-    weights = weight_bytes(wanted, size)
+    by_name = weight_bytes(wanted, size)
+    weights = sum(by_name.values())
     memory = int(CACHE_SHARE * (where.hbm_bytes - weights))
     if memory < least_cache_bytes(wanted, where, size):
         return None
@@ -235,16 +266,20 @@ def _plan(wanted: Wanted, where: Slice, size: int) -> TargetPlan | None:
         cache=cache,
         num_pages=num_pages,
         weight_bytes=weights,
+        tower_bytes=sum(each for name, each in by_name.items() if name.startswith(VISION)),
         memory=memory,
     )
 
 
-def weight_bytes(wanted: Wanted, size: int) -> int:
-    """Bytes of the weights on each of `size` devices that share them."""
+def weight_bytes(wanted: Wanted, size: int) -> dict[str, int]:
+    """Bytes of each weight on each of `size` devices that share them."""
     config = shared_config(wanted.config(), size)
     mesh = AbstractMesh((1, size), (DATA, HEADS))
-    leaves = abstract_weights(config, wanted.dtype, mesh, wanted.quantize).values()
-    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    leaves = abstract_weights(config, wanted.dtype, mesh, wanted.quantize)
+    return {
+        name: prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for name, leaf in leaves.items()
+    }
 
 
 def least_cache_bytes(wanted: Wanted, where: Slice, size: int) -> int:
@@ -257,7 +292,7 @@ def least_cache_bytes(wanted: Wanted, where: Slice, size: int) -> int:
 
 def _why_not(wanted: Wanted, where: Slice, size: int) -> str:
     """Why a model does not fit `size` devices, and where it would."""
-    weights, whole = weight_bytes(wanted, size), weight_bytes(wanted, 1)
+    weights, whole = (sum(weight_bytes(wanted, each).values()) for each in (size, 1))
     chip = f"a chip of {where.name} has {gib(where.hbm_bytes)}"
     needs = (
         f"{wanted.model} in {wanted.quantize or wanted.dtype} needs {gib(whole)} for its weights"
@@ -268,6 +303,8 @@ def _why_not(wanted: Wanted, where: Slice, size: int) -> str:
     do = f"use --target {', '.join(others)}" if others else "none of the targets has more"
     if wanted.quantize is None and _would_fit(replace(wanted, quantize="int8"), where):
         do += ", or --quantize int8"
+    if wanted.images and _would_fit(replace(wanted, images=False), where):
+        do += ", or --no-images"
     if weights >= where.hbm_bytes:
         return f"{needs}; {chip}: {do}"
     return (
@@ -285,12 +322,6 @@ def _would_fit(wanted: Wanted, where: Slice) -> bool:
         return False
 
 
-def device_bytes(compiled: Compiled) -> int:
-    """All that a step takes of one device's memory, what lies there between two steps included."""
-    in_place = compiled.output_bytes - compiled.alias_bytes
-    return compiled.argument_bytes + in_place + compiled.temp_bytes + compiled.code_bytes
-
-
 def gib(num_bytes: float) -> str:
     """Such as "15.75 GiB"."""
     return f"{num_bytes / 2**30:.2f} GiB"
@@ -303,16 +334,15 @@ def engine_step(
     tensor_parallel: int,
     memory: int,
     tokens: int,
+    with_images: bool = False,
     **wanted: Any,
 ) -> tuple[jax.stages.Wrapped, tuple, dict[str, int]]:
     """The engine's step of `tokens` tokens on all of these devices, for `compile_ahead`."""
     asked = Wanted(**wanted)
     plan, num_pages = asked.engine_plan(target, tensor_parallel, memory)
-    config = shared_config(asked.config(), tensor_parallel)
-    mesh = None if len(devices) == 1 else mesh_of(devices, tensor_parallel=tensor_parallel)
-    weights: Any = abstract_weights(config, asked.dtype, mesh, asked.quantize)
+    model, mesh = _abstract_model(asked, devices, tensor_parallel)
     program = Program(
-        Gemma3(config, weights, asked.dtype),
+        model,
         plan,
         num_pages=num_pages,
         widths=table_widths(plan, asked.max_len, asked.prefill_tokens),
@@ -322,4 +352,29 @@ def engine_step(
         device=devices[0],
         target=target,
     )
-    return program.step, program.arguments(tokens), {"num_tokens": tokens}
+    return program.step, program.arguments(tokens, images=with_images), {"num_tokens": tokens}
+
+
+def engine_encoder(
+    target: Target, devices: Sequence[Any], *, tensor_parallel: int, **wanted: Any
+) -> tuple[jax.stages.Wrapped, tuple]:
+    """What computes the embeddings of one image on every replica, for `compile_ahead`."""
+    model, mesh = _abstract_model(Wanted(**wanted), devices, tensor_parallel)
+    assert model.vision is not None
+    sharding = (
+        SingleDeviceSharding(devices[0])
+        if mesh is None
+        else NamedSharding(mesh, PartitionSpec(DATA))
+    )
+    encoder = ImageEncoder(model.vision, mesh=mesh, sharding=sharding)
+    return encoder.encode, encoder.arguments()
+
+
+def _abstract_model(
+    wanted: Wanted, devices: Sequence[Any], tensor_parallel: int
+) -> tuple[Gemma3, Mesh | None]:
+    """The model with shapes for weights, and the mesh that they are cut over."""
+    config = shared_config(wanted.config(), tensor_parallel)
+    mesh = None if len(devices) == 1 else mesh_of(devices, tensor_parallel=tensor_parallel)
+    weights: Any = abstract_weights(config, wanted.dtype, mesh, wanted.quantize)
+    return Gemma3(config, weights, wanted.dtype), mesh

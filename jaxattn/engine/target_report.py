@@ -1,6 +1,6 @@
 """What `jaxattn plan --target` prints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from rich import box
@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from jaxattn.engine.ahead import Compiled
-from jaxattn.engine.target_plan import BACKEND, TargetPlan, device_bytes
+from jaxattn.engine.target_plan import BACKEND, TargetPlan
 
 
-def report(plan: TargetPlan, decode: Compiled, prefill: Compiled) -> RenderableType:
+def report(plan: TargetPlan, steps: Sequence[Compiled]) -> RenderableType:
     """The bytes of each device, and what fits and how fast it could be at most."""
     wanted, where = plan.wanted, plan.slice
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu"))
@@ -20,40 +20,42 @@ def report(plan: TargetPlan, decode: Compiled, prefill: Compiled) -> RenderableT
         f"{plan.data_parallel}; weights {wanted.quantize or wanted.dtype}, cache "
         f"{wanted.kv_dtype}, {BACKEND}",
         "",
-        _bytes(plan, decode, prefill),
+        _bytes(plan, steps),
         "",
         _speed(plan),
         "",
-        f"Compiled ahead of time ({versions}) in {decode.seconds + prefill.seconds:.0f} s; nothing "
-        "was run. The last two columns are a bound, no measurement: weights, and keys and values "
-        f"that are seen, read once at {where.hbm_gb_per_s:,} GB/s; computing and exchanges take "
+        f"Compiled ahead of time ({versions}) in {sum(step.seconds for step in steps):.0f} s; "
+        "nothing was run. The last two columns are a bound, no measurement: the text model's "
+        f"weights, and keys and values that are seen, read once at {where.hbm_gb_per_s:,} GB/s; "
+        "computing and exchanges take "
         "no time in it.",
     )
 
 
-def _bytes(plan: TargetPlan, decode: Compiled, prefill: Compiled) -> Table:
-    cache = [plan.pool_bytes(group) for group in range(len(plan.num_pages))]
-    table = _table("MiB of a device", "decode", "prefill", "")
+def _bytes(plan: TargetPlan, steps: Sequence[Compiled]) -> Table:
+    table = _table("MiB of a device", *(step.case for step in steps), "")
 
     def row(name: str, sizes: Iterable[float], note: str = "") -> None:
         table.add_row(name, *(f"{size / 2**20:,.1f}" for size in sizes), note)
 
-    steps = decode, prefill
-    row("weights", [plan.weight_bytes] * 2)
-    for index, (group, size) in enumerate(zip(plan.cache.groups, cache, strict=True)):
+    def always(name: str, size: float, note: str = "") -> None:
+        row(name, [size] * len(steps), note)
+
+    always("weights, text", plan.weight_bytes - plan.tower_bytes)
+    if plan.tower_bytes:
+        always("weights, vision", plan.tower_bytes, "whole on every device")
+    for index, group in enumerate(plan.cache.groups):
         kept = group.store.retention
         kind = "global" if kept is None else f"windowed ({kept})"
         note = f"{len(group.layers)} {kind} layers, {plan.num_pages[index]:,} pages"
-        row(f"cache, group {index}", [size] * 2, note)
-    ours = plan.weight_bytes + sum(cache)
-    others = [each.argument_bytes - ours for each in steps]
-    row("other arguments", others, "tokens, page tables; padding")
+        always(f"cache, group {index}", plan.pool_bytes(index), note)
+    row("other arguments", map(plan.other_bytes, steps), "tokens, page tables; padding")
     temporary = [each.temp_bytes + each.output_bytes - each.alias_bytes for each in steps]
     row("temporaries", temporary, "what the step computes with, and its outputs")
     row("code", [each.code_bytes for each in steps])
-    sums = [device_bytes(each) for each in steps]
+    sums = list(map(plan.device_bytes, steps))
     row("in all", sums)
-    row("memory", [plan.slice.hbm_bytes] * 2, "that a program may use")
+    always("memory", plan.slice.hbm_bytes, "that a program may use")
     row("left", [plan.slice.hbm_bytes - each for each in sums])
     return table
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.errors import CheckpointError, UnsupportedModelError
-from jaxattn.models.gemma3.weights import Quantization, quantization_of
+from jaxattn.models.gemma3.weights import VISION, Quantization, quantization_of
 
 _ABOUT, _WEIGHTS, _VERSION = "jaxattn.json", "weights", 1
-_VISION = ("vision.", "projector.")  # begin the names of the vision tower's weights
 _CHUNK_BYTES = 4 * 2**20  # of a stored array, what is read at a time at least
 _DTYPES = ("float32", "bfloat16", "int8")
 
@@ -70,7 +69,7 @@ class SavedFolder:
 
         if not images:
             self.config = replace(self.config, vision=None)
-            self._arrays = {n: a for n, a in self._arrays.items() if not n.startswith(_VISION)}
+            self._arrays = {n: a for n, a in self._arrays.items() if not n.startswith(VISION)}
 
     @staticmethod
     def is_at(path: Path) -> bool:

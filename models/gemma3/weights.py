@@ -31,6 +31,7 @@ Axis = Literal[
 ]
 Quantization = Literal["int8"]  # see `quantize`
 SCALE = ".scale"  # ends the name of a quantised matrix's scales
+VISION = ("vision.", "projector.")  # begin the names of the vision tower's weights
 
 
 @dataclass(frozen=True, kw_only=True)
