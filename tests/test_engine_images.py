@@ -82,7 +82,7 @@ def test_scores_are_those_of_transformers(name):
     engine.precompile(done.append)
     assert done == [1, 2]
     encoder = engine.runner._encoder
-    functions = (engine.runner._step, encoder._encode, encoder._place, encoder._blank)
+    functions = (engine.runner._step, encoder.encode, encoder._place, encoder._blank)
     compiled = [each._cache_size() for each in functions]
     for images in (2, 1):
         ids, placed = reference_prompt(name, images)
@@ -141,8 +141,7 @@ def test_batches_in_every_state_of_the_cache(hybrid, reuse):
     assert_empty(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tensor", "data"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)])
 def test_shared_among_devices(tensor, data, tmp_path):
     mesh = make_mesh(tensor_parallel=tensor, data_parallel=data)
     folder = vision_models.write(tmp_path, NAME)
@@ -275,7 +274,7 @@ def test_a_failed_step_leaves_nothing_behind(engine, monkeypatch):
         raise RuntimeError("no eyes")
 
     engine.runner.reset()
-    monkeypatch.setattr(encoder, "_encode", fail)
+    monkeypatch.setattr(encoder, "encode", fail)
     lost = add(engine, tokens_of(MODEL, [5, "a", 6]))
     while engine.has_work:
         engine.step()

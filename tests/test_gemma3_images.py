@@ -93,9 +93,10 @@ def test_who_sees_a_planted_embedding(layer):
         pytest.param("pallas_gpu", "bfloat16", 16, 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_kernels_agree(backend, dtype, page_size, limit):
+@pytest.mark.parametrize("layer", [LOCAL, GLOBAL], ids=["local", "global"])
+def test_kernels_agree(layer, backend, dtype, page_size, limit):
     """In their interpreters."""
-    model = make_model(LOCAL, dtype=dtype, head_dim=64)
+    model = make_model(layer, dtype=dtype, head_dim=64)
     embeddings = random_embeddings(model)
     wanted, found = (
         np.asarray(hidden(model, embeddings, page_size, **options), np.float32)

@@ -1,14 +1,15 @@
 """Pictures in prompts, conversations and requests: what the model is given, and what is refused."""
 
+import argparse
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from jaxattn import LLM, SamplingParams
 from jaxattn.cli import main
-from jaxattn.engine.prompts import PromptEncoder
-from jaxattn.models.gemma3.checkpoint import load_config
+from jaxattn.options import add_engine_options, engine_options
 from jaxattn.serve.offline.format import Failure
 from jaxattn.serve.offline.run import OfflineBatch, run
 from tests import image_checkpoint
@@ -154,11 +155,25 @@ def test_models_without_eyes(folder, tmp_path):
 
 
 def test_remote_pictures_if_allowed(llm, folder, monkeypatch):
+    """From the flag of a command to the picture."""
     monkeypatch.setattr("jaxattn.models.gemma3.images._fetch", lambda *_: png(picture()))
-    encoder = PromptEncoder(llm.tokenizer, load_config(str(folder)), allow_remote_images=True)
-    message = {"role": "user", "content": [part("https://a/b.png")]}
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    flags = ["--model", str(folder), "--max-num-seqs", "2", "--max-num-batched-tokens", "32"]
+    remote = {"role": "user", "content": [part("https://a/b.png")]}
     here = {"role": "user", "content": [part(data_url(picture()))]}
-    assert encoder.chat([message]).token_ids == llm.prompts.chat([here]).token_ids
+    allowed = LLM(**engine_options(parser.parse_args([*flags, "--allow-remote-images"])))
+    assert allowed.prompts.chat([remote]).token_ids == llm.prompts.chat([here]).token_ids
+    with pytest.raises(ValueError, match="is remote: give the picture itself"):
+        llm.prompts.chat([remote])
+
+
+def test_a_server_that_cannot_read_pictures_does_not_start(llm, monkeypatch, capsys):
+    monkeypatch.setattr("jaxattn.engine.llm.LLM", lambda **_: llm)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    assert main(["serve", "--model", "x", "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "pip install 'jaxattn[images]'" in error and "text alone: --no-images" in error
 
 
 def body(*parts, **options):

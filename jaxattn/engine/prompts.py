@@ -7,7 +7,7 @@ from typing import Any
 from jaxattn.engine.images import Image, PlacedImage
 from jaxattn.models.gemma3.chat import IMAGE_MARKER, chat_images, render_chat
 from jaxattn.models.gemma3.config import Gemma3Config
-from jaxattn.models.gemma3.images import load_image, preprocess
+from jaxattn.models.gemma3.images import check_readable, load_image, preprocess
 from jaxattn.models.gemma3.tokenizer import Tokenizer
 
 _END = "<end_of_image>"
@@ -51,6 +51,11 @@ class PromptEncoder:
             if len(ids) != 2:
                 raise ValueError(f"the tokenizer does not know {IMAGE_MARKER} and {_END}")
             self._begin = ids[0]
+
+    def check_images(self) -> None:
+        """Raise ImportError where pictures would come, and what reads them is not installed."""
+        if self._vision is not None:
+            check_readable(self._vision)
 
     def encode(self, text: str, images: Sequence[Any] | None = None) -> EncodedPrompt:
         """Tokens of a text, in which an IMAGE_MARKER stands for each of `images`.

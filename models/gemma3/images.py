@@ -88,6 +88,12 @@ def preprocess(
     return np.ascontiguousarray(np.stack(pixels).transpose(0, 2, 3, 1), np.float32)
 
 
+def check_readable(vision_config: VisionConfig) -> None:
+    """Raise ImportError unless pictures can be read here. What reads them is then imported."""
+    _import("PIL.Image")
+    _processor(vision_config.image_size)
+
+
 def _decode(data: bytes) -> "Image":
     pillow = _import("PIL.Image")
     try:

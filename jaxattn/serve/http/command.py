@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     key.add_argument("--api-key-file", help="a file with the key, which `ps` does not show")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-body", type=memory_size, default=4 * 2**20, help="of a request (4MiB)"
+        "--max-body", type=memory_size, default=20 * 2**20, help="of a request (20MiB)"
     )
     limits.add_argument(
         "--max-waiting",
@@ -69,6 +69,10 @@ def _serve(options: argparse.Namespace) -> int:
     with listen(options.host, options.port) as bound:
         warn_of_strangers(bound.getsockname()[0], settings.api_key)
         llm = LLM(**engine_options(options))
+        try:
+            llm.prompts.check_images()  # not only when the first comes
+        except ImportError as error:
+            raise ImportError(f"{error}; or serve text alone: --no-images") from error
         print(llm.engine.describe_cache(), file=sys.stderr)
         if options.precompile:
             llm.precompile()

@@ -19,7 +19,7 @@ class ServerSettings:
 
     model_name: str
     api_key: str | None = None
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = 20 * 2**20  # a photo of 15 MB as a data: URL
     max_waiting: int = 512
     timeout_seconds: float = 600.0
     drain_seconds: float = 30.0
