@@ -15,7 +15,9 @@ from tests.single_sequence import SingleSequence
 DATA = Path(__file__).parent / "data" / "gemma3_270m"
 PROMPTS = {"short8": 8, "mid48": 48, "apache600": 600, "gpl2000": 2000}
 ONE_SHOT = 2048
-TOLERANCE = 2e-3
+# Measured: at most 8.8e-5 in a logit (`short8`). `gpl2000` is 1.001e-4 apart in one of its 1,999
+# log-probabilities (chunks of 511, pages of 40) and 9.7e-5 in a logit (pages of 8).
+TOLERANCE = {"short8": 1e-4, "mid48": 1e-4, "apache600": 1e-4, "gpl2000": 1.5e-4}
 SURE_MARGIN = 1e-3  # below this two right float32 programs may choose differently
 
 
@@ -40,16 +42,17 @@ def check(prompt: str, chunk: int, page_size: int) -> None:
     """Every number of a reference file."""
     reference = np.load(DATA / f"{prompt}.npz")
     ids = reference["input_ids"]
+    tolerance = TOLERANCE[prompt]
     run = sequence(page_size)
     run.restart()
     hidden = run.prefill(ids, chunk)
 
     last = run.logits(hidden[-len(reference["last_top64_ids"]) :])
     top = np.take_along_axis(last, reference["last_top64_ids"], axis=1)
-    assert np.abs(top - reference["last_top64_logits"]).max() < TOLERANCE
+    assert np.abs(top - reference["last_top64_logits"]).max() < tolerance
     probe = last[:, reference["probe_ids"]]
-    assert np.abs(probe - reference["last_probe_logits"]).max() < TOLERANCE
-    assert np.abs(log_sum_exp(last) - reference["last_logsumexp"]).max() < TOLERANCE
+    assert np.abs(probe - reference["last_probe_logits"]).max() < tolerance
+    assert np.abs(log_sum_exp(last) - reference["last_logsumexp"]).max() < tolerance
 
     logprobs, best = [], []
     for start in range(0, len(ids), 256):
@@ -58,7 +61,7 @@ def check(prompt: str, chunk: int, page_size: int) -> None:
         following = ids[start + 1 : start + 1 + len(logits)]
         rows = np.arange(len(following))
         logprobs += (logits[rows, following] - log_sum_exp(logits[rows])).tolist()
-    assert np.abs(np.array(logprobs) - reference["logprob_of_next"]).max() < TOLERANCE
+    assert np.abs(np.array(logprobs) - reference["logprob_of_next"]).max() < tolerance
     assert best[-len(top) :] == reference["argmax"][-len(top) :].tolist()
 
     tokens, _ = run.greedy(hidden[-1], 64)

@@ -33,7 +33,6 @@ NAME = "narrow_window"
 MODEL = vision_models.load(NAME)
 TOKENS = MODEL.config.vision.tokens_per_image
 STEP = 2 * TOKENS + 5
-SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
 
 
 def make_engine(name=NAME, model=None, **options):
@@ -71,8 +70,8 @@ def run(engine, prompts, params=None):
 @pytest.mark.parametrize(
     "name", [NAME, "global_only", pytest.param("wide_window", marks=pytest.mark.slow)]
 )
-def test_scores_are_those_of_transformers(name):
-    """In chunks, by the engine: every word's log-probability, and the two likeliest's.
+def test_scores_and_greedy_tokens_are_those_of_transformers(name):
+    """In chunks, by the engine: every word's log-probability, the two likeliest's, and new words.
 
     All is compiled before, the encoder included.
     """
@@ -86,22 +85,30 @@ def test_scores_are_those_of_transformers(name):
     compiled = [each._cache_size() for each in functions]
     for images in (2, 1):
         ids, placed = reference_prompt(name, images)
-        sequence = add(engine, (ids, placed), SCORED)
+        reference = np.load(tiny_vision.DATA / f"{name}_{images}.npz")
+        greedy = reference["greedy_ids"].tolist()
+        window = tiny_vision.CONFIGS[name]["text_config"]["sliding_window"]
+        assert len(greedy) > 3 * window and len(set(greedy)) > 1
+        params = SamplingParams(
+            max_tokens=len(greedy), temperature=0, logprobs=2, prompt_logprobs=2
+        )
+        sequence = add(engine, (ids, placed), params)
         while engine.has_work:
             engine.step()
-        logits = np.load(tiny_vision.DATA / f"{name}_{images}.npz")["logits"]
-        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        assert sequence.new_tokens == greedy
+        expected = np.asarray(jax.nn.log_softmax(reference["logits"], axis=-1))
+        reports = sequence.prompt_logprobs + sequence.logprobs
         words = 0
-        for position, report in enumerate(sequence.prompt_logprobs, start=1):
-            if ids[position] >= tiny_vision.VOCAB:
+        for position, report in enumerate(reports, start=1):
+            token = sequence.tokens[position]
+            if token >= tiny_vision.VOCAB:
                 assert report is None
                 continue
             words += 1
-            assert ids[position] in report and len(report) >= 2
-            for token, entry in report.items():
-                assert entry.logprob == pytest.approx(expected[position - 1, token], abs=1e-4)
-        assert words == 5 + 5 * images
-        assert sequence.new_tokens == [expected[-1].argmax()]
+            assert token in report and len(report) >= 2
+            for each, entry in report.items():
+                assert entry.logprob == pytest.approx(expected[position - 1, each], abs=2e-5)
+        assert words == 5 + 5 * images + len(greedy)
     assert compiled == [each._cache_size() for each in functions]
 
 

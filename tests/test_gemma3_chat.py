@@ -180,6 +180,8 @@ def test_roles_out_of_turn(roles, wrong, expected):
         ([message("user", [url(None)])], "begins with data:, http:// or https://, got None"),
         ([message("system", [IMAGE]), *TURNS], "message 0 of role 'system' has an image"),
         ([TURNS[0], message("assistant", [IMAGE])], "message 1 of role 'assistant' has an image"),
+        ([message("system", parts("a", "b")), *TURNS], "a system message is one text, got 2 parts"),
+        ([message("system", []), *TURNS], "a system message is one text, got 0 parts"),
         ([message("user", [{"type": "text"}])], "message 0: a part is"),
         ([message("user", [{"type": "text", "text": 3}])], "message 0: a part is"),
         ([message("user", ["x"])], "message 0: a part is"),

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from transformers import Gemma3TextConfig as HuggingFaceTextConfig
 
 from jaxattn.models.gemma3.config import (
     CONFIGS,
+    PADDED_VOCAB_SIZE,
+    VOCAB_SIZE,
     Gemma3Config,
     Gemma3Layer,
     UnsupportedModelError,
@@ -18,6 +21,7 @@ from jaxattn.models.gemma3.config import (
 )
 from jaxattn.models.gemma3.gguf import GGUFFile
 from jaxattn.models.gemma3.packaged import packaged_gguf
+from jaxattn.models.gemma3.weights import expected_shapes
 
 # embed, mlp, layers, query heads, kv heads, head dim, window, 1 / scale^2, positions, factor
 PUBLISHED = {
@@ -33,6 +37,13 @@ GLOBAL_LAYERS = {
     "gemma-3-4b": [5, 11, 17, 23, 29],
     "gemma-3-12b": [5, 11, 17, 23, 29, 35, 41, 47],
     "gemma-3-27b": [5, 11, 17, 23, 29, 35, 41, 47, 53, 59],
+}
+PARAMETERS = {  # of the whole checkpoint: vision tower, projector and rows of padding included
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
 }
 SIZES = sorted(PUBLISHED)
 MULTIMODAL = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
@@ -112,6 +123,15 @@ def test_published_sizes_layer_by_layer(size):
         else:
             expected = Gemma3Layer(sliding_window=window, rope_theta=1e4, rope_factor=1.0)
         assert layer == expected, index
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_number_of_parameters(size):
+    config = CONFIGS[size]
+    padding = PADDED_VOCAB_SIZE - VOCAB_SIZE if size in MULTIMODAL else 0
+    assert padding in (0, 64)
+    held = sum(map(prod, expected_shapes(config).values()))
+    assert held + padding * config.embed_dim == PARAMETERS[size]
 
 
 @pytest.mark.parametrize("size", SIZES)

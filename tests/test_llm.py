@@ -3,6 +3,7 @@
 import gc
 
 import jax
+import numpy as np
 import pytest
 
 from jaxattn import LLM, Logprob, SamplingParams, UnsupportedAttentionError
@@ -157,6 +158,34 @@ def test_stop_strings_end_the_text(llm):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     shown = "".join(chunk.text for chunk in llm.stream("the hen", params))
     assert shown == completion.text
+
+
+@pytest.mark.parametrize("stop", [1, 106])
+def test_stop_tokens_of_the_model_end_the_text(llm, tmp_path, monkeypatch, stop):
+    """A model that says the same, but two of its words are now a newline, 107, and a stop token."""
+    prompt = llm.tokenizer.encode("the hen")
+    plain = llm.generate("the hen", GREEDY)[0].outputs[0].token_ids
+    word, last = list(dict.fromkeys(plain[1:]))[:2]
+    assert not {word, last, stop, 107} & {*prompt, plain[0]}
+    weights = tiny_model.weights()
+    order = list(range(tiny_model.VOCAB))
+    for token, new in ((word, 107), (last, stop)):
+        order[token], order[new] = new, token
+    monkeypatch.setattr(
+        tiny_model, "weights", lambda *_: weights | {"embed": weights["embed"][np.array(order)]}
+    )
+    renamed = make_llm(tiny_model.write_gguf(tmp_path / "renamed.gguf"))
+    assert renamed.engine.eos_ids == (1, 106)
+    expected = [order[token] for token in plain]
+    end = expected.index(stop) + 1
+    assert 107 in expected[: end - 1] and end < len(expected)
+    params = SamplingParams(max_tokens=8, temperature=0)
+    completion = renamed.generate("the hen", params)[0].outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert list(completion.token_ids) == expected[:end]
+    assert completion.text == renamed.tokenizer.decode(expected[: end - 1])
+    further = renamed.generate("the hen", GREEDY)[0].outputs[0]  # ignores the stop token
+    assert (further.finish_reason, list(further.token_ids)) == ("length", expected)
 
 
 def test_chat(llm):

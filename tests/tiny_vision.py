@@ -1,6 +1,6 @@
 """Tiny random multimodal Gemma 3 models as Hugging Face has them: configs, tensors, prompts.
 
-Needs numpy alone: `reference_vision.py` runs it where torch is and JAX is not.
+Needs numpy alone: `reference_transformers.py` runs it where torch is and JAX is not.
 """
 
 from pathlib import Path
@@ -111,18 +111,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CASES = tuple((name, images) for name in CONFIGS for images in (1, 2))
 
 
-def hf_shapes(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names (as of transformers 5) and shapes of a model's tensors, without the tied head."""
-    text, vision = config_json["text_config"], config_json["vision_config"]
+def text_shapes(text: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    """Names (as of transformers 5) and shapes of a text model's tensors, without the tied head."""
     embed, mlp, head = text["hidden_size"], text["intermediate_size"], text["head_dim"]
     queries, keys = head * text["num_attention_heads"], head * text["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.language_model.embed_tokens.weight": (VOCAB, embed),
-        "model.language_model.norm.weight": (embed,),
+        f"{prefix}embed_tokens.weight": (text["vocab_size"], embed),
+        f"{prefix}norm.weight": (embed,),
     }
     for index in range(text["num_hidden_layers"]):
         shapes |= {
-            f"model.language_model.layers.{index}.{name}.weight": shape
+            f"{prefix}layers.{index}.{name}.weight": shape
             for name, shape in {
                 "input_layernorm": (embed,),
                 "self_attn.q_proj": (queries, embed),
@@ -139,6 +138,14 @@ def hf_shapes(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "post_feedforward_layernorm": (embed,),
             }.items()
         }
+    return shapes
+
+
+def hf_shapes(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same of a multimodal model."""
+    text, vision = config_json["text_config"], config_json["vision_config"]
+    embed = text["hidden_size"]
+    shapes = text_shapes(text, "model.language_model.")
     width, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     tower = "model.vision_tower."
     shapes |= {
@@ -171,17 +178,35 @@ def hf_shapes(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def hf_tensors(name: str) -> dict[str, np.ndarray]:
-    """The tensors of a tiny model, float32. `RandomState`: its numbers never change."""
-    draw = np.random.RandomState(sum(map(ord, name)))
+def draw_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Random tensors, float32. `RandomState`: its numbers never change.
+
+    The embedding is small and the last gain large, so that the context decides: otherwise so few
+    layers say the last token again, for ever.
+    """
+    draw = np.random.RandomState(seed)
     tensors = {}
-    for tensor, shape in hf_shapes(CONFIGS[name]).items():
+    for tensor, shape in shapes.items():
         scale = 0.3 if len(shape) == 1 else np.prod(shape[1:]) ** -0.5
         values = scale * draw.standard_normal(shape)
         if "layer_norm" in tensor or "post_layernorm.weight" in tensor:
             values += tensor.endswith(".weight")  # a gain, not 1 + w
+        if tensor.endswith("embed_tokens.weight"):
+            values *= 0.2
+        if tensor.endswith(".norm.weight"):
+            values += 4
         tensors[tensor] = values.astype(np.float32)
     return tensors
+
+
+def hf_tensors(name: str) -> dict[str, np.ndarray]:
+    """The tensors of a tiny model."""
+    return draw_tensors(hf_shapes(CONFIGS[name]), sum(map(ord, name)))
+
+
+def greedy_count(text: dict[str, Any]) -> int:
+    """How many new tokens the references hold: more than three windows."""
+    return 3 * text["sliding_window"] + 8
 
 
 def pixels(name: str, images: int) -> np.ndarray:

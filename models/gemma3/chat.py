@@ -26,10 +26,13 @@ def render_chat(
     White space around each text of a turn is dropped; an image of a user's turn is an
     IMAGE_MARKER, see `chat_images`. Roles are user and assistant (or model) in turns, beginning
     with user; one system message may come first and is folded, as it is, into the first user turn.
+    Its content is one text: of several the published template keeps the first alone, so that they
+    are refused here.
 
     Control tokens that a content spells out, such as <end_of_turn>, are not escaped.
 
-    Raises ValueError for roles out of turn, unknown roles, keys or parts, and no messages.
+    Raises ValueError for roles out of turn, unknown roles, keys or parts, a system message that is
+    not one text, and no messages.
     """
     if not messages:
         raise ValueError("messages is empty: give at least one user message")
@@ -37,7 +40,12 @@ def render_chat(
     parts = [_texts(index, message) for index, message in enumerate(messages)]
     prefix, first = "", 0
     if roles[0] == "system":
-        prefix, first = "".join(parts[0]) + "\n\n", 1
+        if len(parts[0]) != 1:
+            raise ValueError(
+                f"message 0: a system message is one text, got {len(parts[0])} parts (the "
+                "published template would keep the first alone): join them into one"
+            )
+        prefix, first = parts[0][0] + "\n\n", 1
         if len(messages) == 1:
             raise ValueError("a system message alone has no turn to go into: add a user message")
     text = ""
