@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from jaxattn import LLM
 from jaxattn.models.gemma3.checkpoint import load_weights
@@ -187,6 +188,21 @@ def test_a_head_that_is_the_embedding_is_left_out(tmp_path, shards):
     tensors = hf_tensors(WEIGHTS) | {HEAD: WEIGHTS["embed"]}
     _, weights = load_weights(write_folder(tmp_path / "a", tensors, shards=shards), dtype="float32")
     assert list(weights) == list(WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_head_in_gguf(tmp_path, refused, kind):
+    """As in a folder: left out if it is the embedding, else refused."""
+    tensors, path = gguf_tensors(WEIGHTS), tmp_path / "tiny.gguf"
+    kind = GGMLQuantizationType[kind]
+    write_gguf(path, tensors | {"output.weight": WEIGHTS["embed"]}, kind=kind)
+    assert list(load_weights(path, dtype="float32")[1]) == list(WEIGHTS)
+    head = WEIGHTS["embed"].copy()
+    head[270, 3] += 1
+    write_gguf(path, tensors | {"output.weight": head}, kind=kind)
+    refused(path, r"output\.weight differs from token_embd\.weight in rows 0 to 300: only a head")
+    write_gguf(path, tensors | {"output.weight": head[:299]}, kind=kind)
+    refused(path, r"wrong shape: output\.weight is \(299, 64\), expected \(300, 64\)")
 
 
 def test_another_head_is_refused(tmp_path, refused, monkeypatch):

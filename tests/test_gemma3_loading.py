@@ -144,6 +144,24 @@ def test_the_real_270m_equals_the_gguf_library():
     assert np.array_equal(weights["layers.3.q_norm"] + np.float32(1), norm)
 
 
+def test_a_vision_tower_in_gguf_is_passed_over(tmp_path):
+    """As Ollama's files of 4B and up have it: its values, which may be damaged, are not read."""
+    tower = {
+        "v.patch_embedding.weight": np.full((4, 3, 2, 2), np.nan, np.float32),
+        "v.blk.0.attn_q.bias": np.zeros(4, np.float32),
+        "mm.mm_input_projection.weight": np.zeros((4, 64), np.float32),
+    }
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        gguf_tensors(WEIGHTS) | tower,
+        metadata={"gemma3.vision.block_count": 1, "gemma3.mm.tokens_per_image": 256},
+    )
+    config, weights = load_weights(path, dtype="float32")
+    assert config == CONFIG
+    assert list(weights) == list(WEIGHTS)
+    assert np.array_equal(weights["embed"], WEIGHTS["embed"])
+
+
 # Hugging Face folders.
 
 
@@ -181,9 +199,8 @@ def test_image_tower_and_physical_head_are_left_out(tmp_path, prefix, vision, he
     assert_loaded(load_weights(tmp_path, dtype="float32", images=False)[1], WEIGHTS)
 
 
-def test_padding_rows_of_multimodal_vocabularies_are_cut(tmp_path):
-    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 4, "head_dim": 2}
-    config_json = CONFIG_JSON | sizes | {"vocab_size": 262_208}
+@pytest.mark.parametrize("form", ["gguf", "folder"])
+def test_padding_rows_of_multimodal_vocabularies_are_cut(tmp_path, form):
     padded = np.ones((262_208, 8), np.float32)
     padded[262_144:] = np.nan  # not even read
     shape = Gemma3Config(
@@ -196,12 +213,25 @@ def test_padding_rows_of_multimodal_vocabularies_are_cut(tmp_path):
         max_position=8,
         layers=CONFIG.layers[:1],
     )
-    tensors = hf_tensors(random_weights(shape)) | {"model.embed_tokens.weight": padded}
-    config, weights = load_weights(
-        write_folder(tmp_path, tensors, config_json=config_json), dtype="bfloat16"
-    )
+    weights = random_weights(shape) | {"embed": padded}
+    if form == "gguf":
+        sizes = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 4}
+        sizes |= {"attention.key_length": 2, "attention.value_length": 2}
+        pieces = [f"<{token}>" for token in range(262_208)], [0.0] * 262_208, [1] * 262_208
+        path = write_gguf(
+            tmp_path / "tiny.gguf",
+            gguf_tensors(weights),
+            metadata={f"gemma3.{name}": size for name, size in sizes.items()},
+            pieces=pieces,
+        )
+    else:
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 4, "head_dim": 2}
+        config_json = CONFIG_JSON | sizes | {"vocab_size": 262_208}
+        path = write_folder(tmp_path, hf_tensors(weights), config_json=config_json)
+    config, loaded = load_weights(path, dtype="bfloat16")
     assert config.vocab_size == 262_144
-    assert weights["embed"].shape == (262_144, 8)
+    assert loaded["embed"].shape == (262_144, 8)
+    assert (loaded["embed"] == 1).all()
 
 
 # Every tensor is accounted for.

@@ -9,7 +9,7 @@ goes to its devices as soon as it is whole, so that no model is in memory twice.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -232,7 +232,7 @@ def _check_head(checkpoint: Checkpoint, embed: str, head: str, rows: slice) -> N
         )
 
 
-def _in_order[T](tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
+def _in_order[T](tasks: Iterable[Callable[[], T]]) -> Generator[T]:
     """What tasks return, in their order; a few threads are a few tasks ahead.
 
     To be closed: on an error, also Ctrl-C, those that are not begun are dropped.

@@ -74,7 +74,7 @@ class GGUFFile:
     holds tensors of a type that cannot be dequantised.
     """
 
-    heads = ("output.weight",)  # some files repeat the embedding
+    heads: tuple[str, ...] = ("output.weight",)  # some files repeat the embedding
 
     def __init__(self, path: Path):
         self.path = path
@@ -161,7 +161,7 @@ def _scales(kind: GGMLQuantizationType) -> np.dtype | None:
         finite = np.isfinite(dequantize(one_nan, kind)).all(axis=1)
         places = np.flatnonzero(~finite).tolist()
         for place in places:
-            every_byte[:, place : place + 2] = _bytes_of(np.finfo(np.float16).max)
+            every_byte[:, place : place + 2] = _bytes_of(float(np.finfo(np.float16).max))
         if not np.isfinite(dequantize(every_byte, kind)).all():
             return None
     names, formats = [f"at_{place}" for place in places], ["<f2"] * len(places)

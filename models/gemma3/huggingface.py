@@ -34,7 +34,7 @@ class HuggingFaceFolder:
     """
 
     # Physically there in some checkpoints, though Gemma 3's head is the embedding.
-    heads = ("lm_head.weight", "language_model.lm_head.weight")
+    heads: tuple[str, ...] = ("lm_head.weight", "language_model.lm_head.weight")
 
     def __init__(self, path: Path, *, images: bool):
         self.path = path

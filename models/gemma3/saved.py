@@ -39,7 +39,7 @@ class SavedFolder:
     Raises CheckpointError for files that are missing, of another size, or not what they should be.
     """
 
-    heads = ()  # the embedding is the only one that is saved
+    heads: tuple[str, ...] = ()  # the embedding is the only one that is saved
 
     def __init__(self, path: Path, *, images: bool = True):
         import tensorstore  # this and the next two take a second: not for other formats
