@@ -16,7 +16,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.scheduler import STEPS_IN_FLIGHT
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
 from jaxattn.models.gemma3.model import Gemma3
-from jaxattn.models.gemma3.weights import random_weights
+from jaxattn.models.gemma3.sharding import random_weights
 from jaxattn.sampling import SamplingParams
 
 CONTEXTS = (8192, 30_000)  # tokens of the sequences, log-uniform

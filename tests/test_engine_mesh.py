@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 from jaxattn.engine.devices import make_mesh, place_weights
 from jaxattn.engine.engine import plan_engine
 from jaxattn.models.gemma3.model import Gemma3
-from jaxattn.models.gemma3.sharding import shared_config
-from jaxattn.models.gemma3.weights import random_weights
+from jaxattn.models.gemma3.sharding import random_weights, shared_config
 from jaxattn.sampling import SamplingParams
 from jaxattn.sharding import DATA, HEADS
 from tests import tiny_model

@@ -289,3 +289,28 @@ def test_rows_of_every_common_type(path, kind):
     for rows, values in pieces:
         assert values.dtype == np.float32
         np.testing.assert_array_equal(values, expected[rows])
+
+
+def dequantisable(kind):
+    try:
+        gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, gguf.quants.QuantError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GGMLQuantizationType if dequantisable(kind)])
+def test_finite_is_what_dequantises_to_finite_values(path, kind):
+    """Of random bytes many blocks are not; with every such row left out, all others are."""
+    block, size = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, (500, 512 // block * size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(gguf.quants.dequantize(stored, kind)).all(axis=1)
+    record = tensor("a", (512, 500), kind.value)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + record
+    path.write_bytes(head + bytes(-len(head) % 32) + stored.tobytes())
+    file = GGUFFile(path)
+    found = [file.is_finite("a", slice(row, row + 1)) for row in range(500)]
+    assert found == finite.tolist()
+    assert file.is_finite("a", slice(0, 500)) == finite.all()

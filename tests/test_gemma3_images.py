@@ -12,7 +12,8 @@ from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.plan import group_layers
 from jaxattn.cache.state import init_cache
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
-from jaxattn.models.gemma3.weights import expected_shapes, random_weights
+from jaxattn.models.gemma3.sharding import random_weights
+from jaxattn.models.gemma3.weights import expected_shapes
 from tests import vision_models
 
 WIDE = vision_models.load("wide_window").config

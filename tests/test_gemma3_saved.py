@@ -129,7 +129,7 @@ def test_a_vision_tower_is_kept_and_can_be_left_out(tmp_path, tiny_gguf):
 
 
 def test_the_weights_are_plain_orbax_and_restore_to_shardings(good):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
     specs = weight_specs(CONFIG)
     abstract = {
         name: jax.ShapeDtypeStruct(
@@ -142,7 +142,9 @@ def test_the_weights_are_plain_orbax_and_restore_to_shardings(good):
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(good.absolute() / "weights", abstract)
     expected = load_weights(good, dtype="bfloat16")[1]
-    assert restored["layers.3.gate"].sharding == abstract["layers.3.gate"].sharding
+    gate = restored["layers.3.gate"]
+    assert gate.sharding == abstract["layers.3.gate"].sharding
+    assert [part.data.shape for part in gate.addressable_shards] == [(64, 64)] * 2
     assert_same({name: np.asarray(restored[name]) for name in expected}, expected)
 
 

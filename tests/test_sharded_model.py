@@ -1,7 +1,7 @@
 """The model on devices that share its heads, also where there are fewer kv heads: as on one."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,14 @@ import pytest
 from jaxattn.engine.devices import make_mesh, place_weights
 from jaxattn.models.gemma3.config import CONFIGS
 from jaxattn.models.gemma3.model import Gemma3, layer_specs
-from jaxattn.models.gemma3.sharding import RULES, abstract_weights, shared_config, weight_specs
-from jaxattn.models.gemma3.weights import Axis, expected_shapes, random_weights
+from jaxattn.models.gemma3.sharding import (
+    RULES,
+    abstract_weights,
+    random_weights,
+    shared_config,
+    weight_specs,
+)
+from jaxattn.models.gemma3.weights import SCALE, Axis, expected_shapes, weight_table
 from jaxattn.sharding import HEADS
 from jaxattn.spec import KV_DTYPES
 from tests import tiny_model
@@ -89,6 +95,37 @@ def test_abstract_weights_are_what_is_placed():
     for name, leaf in abstract_weights(shared_config(CONFIG, 4), "bfloat16", mesh).items():
         array = placed[name]
         assert (array.shape, array.dtype, array.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_random_weights_are_made_as_the_abstract_ones_say(quantize):
+    mesh = make_mesh(tensor_parallel=2, data_parallel=1)
+    random = partial(random_weights, CONFIG, jax.random.key(0), "bfloat16", quantize=quantize)
+    made, alone = random(mesh=mesh), random()
+    abstract = abstract_weights(CONFIG, "bfloat16", mesh, quantize)
+    assert list(made) == list(abstract)
+    for name, leaf in abstract.items():
+        array = made[name]
+        assert (array.shape, array.dtype, array.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+        assert np.array_equal(array, alone[name])
+    cut = made["layers.0.gate"].addressable_shards
+    assert [each.data.shape[0] for each in cut] == [CONFIG.mlp_dim // 2] * 2
+
+
+def test_random_weights_in_8_bits_are_the_same_but_for_rounding():
+    whole, plain = (
+        random_weights(CONFIG, jax.random.key(0), scale=0.3, quantize=each)
+        for each in ("int8", None)
+    )
+    for name, weight in weight_table(CONFIG, "int8").items():
+        if weight.quantized:
+            wide = np.asarray(whole[name], np.float32) * np.asarray(whole[name + SCALE])[:, None]
+            assert np.abs(wide).max() > 0.5
+            most = 127 / 32 * 0.3
+            error = np.abs(wide - np.clip(plain[name], -most, most))
+            assert error.max() <= 0.5001 / 32 * 0.3
+        elif not name.endswith(SCALE):
+            assert np.array_equal(whole[name], plain[name])
 
 
 def test_every_axis_has_a_rule():

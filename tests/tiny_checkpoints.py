@@ -111,9 +111,8 @@ def write_gguf(
         "attention.value_length": CONFIG.head_dim,
         "attention.sliding_window": 8,
     }
-    for key, value in sizes.items():
-        writer.add_uint32(f"gemma3.{key}", value)
-    for key, value in (metadata or {}).items():
+    sizes = {f"gemma3.{key}": value for key, value in sizes.items()}
+    for key, value in (sizes | dict(metadata or {})).items():
         writer.add_uint32(key, value)
     texts, scores, types = pieces or vocabulary()
     writer.add_tokenizer_model("llama")

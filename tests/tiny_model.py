@@ -9,7 +9,7 @@ import numpy as np
 from jaxattn.engine.engine import Engine
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
 from jaxattn.models.gemma3.model import Gemma3
-from jaxattn.models.gemma3.weights import random_weights
+from jaxattn.models.gemma3.sharding import random_weights
 
 WINDOW = 8
 VOCAB = 300

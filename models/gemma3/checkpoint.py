@@ -1,16 +1,18 @@
 """From a GGUF file, a Hugging Face folder or our own to the model's weights, tensor by tensor.
 
 All formats become one flat dict, named and shaped by `weight_table`. Every tensor of the file
-is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error.
-Blocks of rows are converted by a few threads, straight into their weight, which goes to its devices
-as soon as it is whole, so that no model is in memory twice.
+is accounted for: what is missing, unexpected, wrongly shaped or not finite is listed in one error
+before anything goes to a device. For this the values are read twice, first to be checked as they
+are stored. Then blocks of rows are converted by a few threads, straight into their weight, which
+goes to its devices as soon as it is whole, so that no model is in memory twice.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -30,6 +32,13 @@ from jaxattn.models.gemma3.config import (
 from jaxattn.models.gemma3.errors import CheckpointError
 from jaxattn.models.gemma3.gguf import GGUFFile
 from jaxattn.models.gemma3.huggingface import HuggingFaceFolder
+from jaxattn.models.gemma3.names import (
+    Names,
+    gguf_names,
+    huggingface_names,
+    turned_vision,
+    vision_names,
+)
 from jaxattn.models.gemma3.packaged import packaged_gguf
 from jaxattn.models.gemma3.quantize import quantize_rows
 from jaxattn.models.gemma3.saved import SavedFolder
@@ -39,37 +48,24 @@ _BLOCK_BYTES = 8 * 2**20  # of float32, what a thread converts at a time
 _THREADS = min(4, os.cpu_count() or 1)
 
 WeightDtype = Literal["float32", "bfloat16"]
-Progress = Callable[[int, int], None]  # (blocks of rows loaded, blocks in all)
+Progress = Callable[[int, int], None]  # (blocks of rows checked or loaded, both in all)
+_Block = tuple[str, slice]  # a weight, and some of its rows as they are stored
 
 
 class Checkpoint(Protocol):
     """What the loader needs of a format."""
 
     path: Path
+    heads: tuple[str, ...]  # what a head may be called, which must be the embedding
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor that the model may use, by the file's own name."""
 
+    def is_finite(self, name: str, rows: slice) -> bool:
+        """Whether rows of a tensor hold neither NaN nor infinity; they are not kept."""
+
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, or int8 if stored so, in pieces (a vector is one row)."""
-
-
-@dataclass(frozen=True)
-class _Turned:
-    """A tensor that a file stores with its axes in another order than `weight_table`."""
-
-    stored: tuple[int, ...]  # its shape there
-    axes: tuple[int, ...]  # to be transposed so, then reshaped
-
-
-@dataclass(frozen=True)
-class _Names:
-    """A file's names for the canonical ones, and how it stores what it names."""
-
-    of: dict[str, str]
-    norm_offset: float  # 1 where the file stores 1 + w
-    turned: dict[str, _Turned] = field(default_factory=dict)
-    quantize: Quantization | None = None
 
 
 def resolve_model(model: str) -> Path:
@@ -140,16 +136,17 @@ def stream_weights[T](
     boundaries: `jax.device_put` takes them on CPU without a copy.
 
     Raises CheckpointError, naming every tensor that is missing, unexpected, wrongly shaped or
-    not finite, or for a damaged file; UnsupportedModelError for another model. Only a tensor that
-    is not finite, or that cannot be decoded, is found after others were placed: these are dropped.
+    not finite, for a head that is not the embedding, or for a damaged file; UnsupportedModelError
+    for another model. Nothing was placed then. Should the file be changed while it is loaded, what
+    was placed is dropped.
     """
     kept = _numpy_dtype(dtype)
     checkpoint, config, names = _open(Path(path), images)
     table = weight_table(config, check_quantization(quantize) or names.quantize)
     stored = {name: table[name].shape for name in names.of}
     stored |= {name: each.stored for name, each in names.turned.items()}
-    _check_names(checkpoint, names, stored)
-    blocks = [
+    heads = _check_names(checkpoint, names, stored)
+    blocks: list[_Block] = [
         (name, rows)
         for name in table
         if name in names.of
@@ -157,59 +154,101 @@ def stream_weights[T](
             [slice(0, stored[name][0])] if name in names.turned else _row_blocks(table[name].shape)
         )
     ]
+    _check_values(checkpoint, names, heads, blocks, progress)
     made = {  # of each tensor of the file: a matrix that is quantised here, and its scales
         name: [name, name + SCALE] if name + SCALE in table.keys() - names.of.keys() else [name]
         for name in names.of
     }
     weights: dict[str, np.ndarray] = {}  # those that are being read
     placed: dict[str, T] = {}
-    not_finite = set()
 
     def fill(name: str, rows: slice) -> None:
         shape, turned = table[name].shape, names.turned.get(name)
         target = weights[name].reshape(-1, shape[-1])
         offset = np.float32(names.norm_offset if table[name].norm else 0)
-        with np.errstate(all="ignore"):  # a damaged scale is reported below
-            for where, values in checkpoint.rows(names.of[name], rows):
-                if not np.isfinite(values).all():
-                    not_finite.add(names.of[name])
-                if turned is not None:  # read whole
-                    target[:] = values.transpose(turned.axes).reshape(shape)
-                elif target.dtype == np.int8 and values.dtype != np.int8:
-                    target[where], weights[name + SCALE][where] = quantize_rows(values)
-                else:
-                    target[where] = values - offset if offset else values
+        for where, values in checkpoint.rows(names.of[name], rows):
+            if turned is not None:  # read whole
+                target[:] = values.transpose(turned.axes).reshape(shape)
+            elif target.dtype == np.int8 and values.dtype != np.int8:
+                target[where], weights[name + SCALE][where] = quantize_rows(values)
+            else:
+                target[where] = values - offset if offset else values
 
-    def begin(name: str, rows: slice) -> Future[None]:
-        if rows.start == 0:
-            for each in made[name]:
-                weights[each] = _aligned(table[each].shape, np.dtype(table[each].kept(kept)))
-        return pool.submit(fill, name, rows)
+    def tasks() -> Iterator[Callable[[], None]]:
+        for name, rows in blocks:
+            if rows.start == 0:
+                for each in made[name]:
+                    weights[each] = _aligned(table[each].shape, np.dtype(table[each].kept(kept)))
+            yield partial(fill, name, rows)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        begun: deque[Future[None]] = deque()
-        try:
-            for count, (name, _) in enumerate(blocks, start=1):
-                while len(begun) < 4 * _THREADS and count + len(begun) <= len(blocks):
-                    begun.append(begin(*blocks[count + len(begun) - 1]))
-                begun.popleft().result()
+    try:
+        with closing(_in_order(tasks())) as filled:
+            for count, _ in enumerate(filled, start=1):
+                name = blocks[count - 1][0]
                 if count == len(blocks) or blocks[count][0] != name:  # its last block
                     for each in made[name]:
-                        weight = weights.pop(each)
-                        if not not_finite:
-                            placed[each] = place(each, weight)
-                        del weight
-                if not_finite:
-                    placed.clear()  # the rest is read only to name what else is damaged
+                        placed[each] = place(each, weights.pop(each))
                 if progress is not None:
-                    progress(count, len(blocks))
-        except BaseException:  # also Ctrl-C: do not load the rest first
-            placed.clear()
+                    progress(len(blocks) + count, 2 * len(blocks))
+    except BaseException:
+        placed.clear()
+        raise
+    return config, placed
+
+
+def _check_values(
+    checkpoint: Checkpoint,
+    names: Names,
+    heads: list[str],
+    blocks: list[_Block],
+    progress: Progress | None,
+) -> None:
+    """Raise CheckpointError for a head that is not the embedding, or values that are not finite."""
+
+    def is_finite(name: str, rows: slice) -> bool:
+        for head in heads if name == "embed" else ():
+            _check_head(checkpoint, names.of[name], head, rows)
+        return checkpoint.is_finite(names.of[name], rows)
+
+    not_finite = set()
+    with closing(_in_order(partial(is_finite, *block) for block in blocks)) as found:
+        for count, finite in enumerate(found, start=1):
+            if not finite:
+                not_finite.add(names.of[blocks[count - 1][0]])
+            if progress is not None:
+                progress(count, 2 * len(blocks))
+    if not_finite:
+        raise CheckpointError(
+            f"{checkpoint.path}: NaN or infinity in {', '.join(sorted(not_finite))}"
+        )
+
+
+def _check_head(checkpoint: Checkpoint, embed: str, head: str, rows: slice) -> None:
+    pieces = zip(checkpoint.rows(embed, rows), checkpoint.rows(head, rows), strict=True)
+    if not all(np.array_equal(one, other, equal_nan=True) for (_, one), (_, other) in pieces):
+        raise CheckpointError(
+            f"{checkpoint.path}: {head} differs from {embed} in rows {rows.start} to {rows.stop}: "
+            "only a head that is the embedding is implemented"
+        )
+
+
+def _in_order[T](tasks: Iterable[Callable[[], T]]) -> Generator[T]:
+    """What tasks return, in their order; a few threads are a few tasks ahead.
+
+    To be closed: on an error, also Ctrl-C, those that are not begun are dropped.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        begun: deque[Future[T]] = deque()
+        try:
+            for task in tasks:
+                begun.append(pool.submit(task))
+                if len(begun) == 4 * _THREADS:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
+        except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if not_finite:
-        raise CheckpointError(f"{path}: NaN or infinity in {', '.join(sorted(not_finite))}")
-    return config, placed
 
 
 def check_quantization(quantize: str | None) -> Quantization | None:
@@ -241,20 +280,20 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _open(path: Path, images: bool) -> tuple[Checkpoint, Gemma3Config, _Names]:
+def _open(path: Path, images: bool) -> tuple[Checkpoint, Gemma3Config, Names]:
     if SavedFolder.is_at(path):
         saved = SavedFolder(path, images=images)
         same = {name: name for name in weight_table(saved.config, saved.quantize)}
-        return saved, saved.config, _Names(same, 0.0, quantize=saved.quantize)
+        return saved, saved.config, Names(same, 0.0, quantize=saved.quantize)
     if path.is_dir():
         folder = HuggingFaceFolder(path, images=images)
         config = _config_of(path, partial(from_hf, images=images), folder.config)
-        names = _huggingface_names(config, folder.prefix)
-        names |= _vision_names(config, folder.tower_prefix, folder.projector_prefix)
-        return folder, config, _Names(names, 0.0, _turned_vision(config))
+        names = huggingface_names(config, folder.prefix)
+        names |= vision_names(config, folder.tower_prefix, folder.projector_prefix)
+        return folder, config, Names(names, 0.0, turned_vision(config))
     file = GGUFFile(path)
     config = _config_of(path, from_gguf, file.metadata)
-    return file, config, _Names(_gguf_names(config), 1.0)
+    return file, config, Names(gguf_names(config), 1.0)
 
 
 def _config_of(
@@ -268,115 +307,28 @@ def _config_of(
         raise CheckpointError(f"{path} describes no possible model: {error}") from error
 
 
-def _check_names(checkpoint: Checkpoint, names: _Names, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_names(
+    checkpoint: Checkpoint, names: Names, shapes: dict[str, tuple[int, ...]]
+) -> list[str]:
+    """Raise CheckpointError for tensors that are not what they should be; the heads there are."""
     found = dict(checkpoint.shapes())
+    heads = [name for name in checkpoint.heads if name in found]
     problems = []
     for name, shape in shapes.items():
-        stored = found.pop(names.of[name], None)
-        if stored is None:
-            problems.append(f"missing: {names.of[name]}")
-        elif stored != shape and not (name == "embed" and _is_padded(stored, shape)):
-            problems.append(f"wrong shape: {names.of[name]} is {stored}, expected {shape}")
+        for theirs in [names.of[name], *(heads if name == "embed" else [])]:
+            stored = found.pop(theirs, None)
+            if stored is None:
+                problems.append(f"missing: {theirs}")
+            elif stored != shape and not (name == "embed" and _is_padded(stored, shape)):
+                problems.append(f"wrong shape: {theirs} is {stored}, expected {shape}")
     problems += [f"unexpected: {name} {shape}" for name, shape in found.items()]
     if problems:
         listed = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError(f"{checkpoint.path} does not fit its config:\n  {listed}{more}")
+    return heads
 
 
 def _is_padded(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Multimodal checkpoints have 64 unused rows at the end of the embedding: not read."""
     return shape[0] == VOCAB_SIZE and stored == (PADDED_VOCAB_SIZE, *shape[1:])
-
-
-def _gguf_names(config: Gemma3Config) -> dict[str, str]:
-    layer = {
-        "attn_norm": "attn_norm",
-        "q": "attn_q",
-        "k": "attn_k",
-        "v": "attn_v",
-        "o": "attn_output",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "post_attn_norm": "post_attention_norm",
-        "mlp_norm": "ffn_norm",
-        "gate": "ffn_gate",
-        "up": "ffn_up",
-        "down": "ffn_down",
-        "post_mlp_norm": "post_ffw_norm",
-    }
-    names = {"embed": "token_embd.weight", "final_norm": "output_norm.weight"}
-    for index in range(config.num_layers):
-        names |= {
-            f"layers.{index}.{ours}": f"blk.{index}.{theirs}.weight"
-            for ours, theirs in layer.items()
-        }
-    return names
-
-
-def _huggingface_names(config: Gemma3Config, prefix: str) -> dict[str, str]:
-    layer = {
-        "attn_norm": "input_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "q_norm": "self_attn.q_norm",
-        "k_norm": "self_attn.k_norm",
-        "post_attn_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        "post_mlp_norm": "post_feedforward_layernorm",
-    }
-    names = {"embed": f"{prefix}embed_tokens.weight", "final_norm": f"{prefix}norm.weight"}
-    for index in range(config.num_layers):
-        names |= {
-            f"layers.{index}.{ours}": f"{prefix}layers.{index}.{theirs}.weight"
-            for ours, theirs in layer.items()
-        }
-    return names
-
-
-def _vision_names(config: Gemma3Config, tower: str, projector: str) -> dict[str, str]:
-    if config.vision is None:
-        return {}
-    modules = {
-        "patch": "embeddings.patch_embedding",
-        "final_norm": "post_layernorm",
-    }
-    layer = {
-        "attn_norm": "layer_norm1",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.out_proj",
-        "mlp_norm": "layer_norm2",
-        "up": "mlp.fc1",
-        "down": "mlp.fc2",
-    }
-    for index in range(config.vision.num_layers):
-        modules |= {
-            f"layers.{index}.{ours}": f"encoder.layers.{index}.{theirs}"
-            for ours, theirs in layer.items()
-        }
-    names = {f"vision.{ours}": f"{tower}{theirs}.weight" for ours, theirs in modules.items()}
-    names |= {f"vision.{ours}_bias": f"{tower}{theirs}.bias" for ours, theirs in modules.items()}
-    return names | {
-        "vision.positions": f"{tower}embeddings.position_embedding.weight",
-        "projector.norm": f"{projector}mm_soft_emb_norm.weight",
-        "projector.out": f"{projector}mm_input_projection_weight",
-    }
-
-
-def _turned_vision(config: Gemma3Config) -> dict[str, _Turned]:
-    """The convolution over patches is `[out, 3, height, width]`, the projection `[in, out]`."""
-    if config.vision is None:
-        return {}
-    vision = config.vision
-    patch = (vision.embed_dim, 3, vision.patch_size, vision.patch_size)
-    return {
-        "vision.patch": _Turned(patch, (0, 2, 3, 1)),
-        "projector.out": _Turned((vision.embed_dim, config.embed_dim), (1, 0)),
-    }

@@ -7,6 +7,7 @@ the `gguf` library's. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,10 +18,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import QuantError, dequantize, quant_shape_to_byte_shape
 
 from jaxattn.models.gemma3.errors import CheckpointError
+from jaxattn.models.gemma3.finite import all_finite
 
 _ALIGNMENT = 32  # unless `general.alignment` says otherwise
 _PIECE_BYTES = 2**19  # of float32: temporaries stay in a core's cache; at 2 MiB twice as slow
 _MAX_AXES = 4  # of ggml
+_VISION = ("v.", "mm.")  # begin the names of a vision tower's tensors and of its projector's
 _NUMBERS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -64,9 +67,14 @@ class GGUFTensor:
 class GGUFFile:
     """A GGUF file's metadata and tensors. Reads the header; tensors are read when asked for.
 
+    A vision tower inside (Ollama's files of 4B and up have one) is passed over: images are never
+    taken from GGUF, they need a Hugging Face folder.
+
     Raises CheckpointError for a file that is not GGUF, is truncated, is of another version, or
     holds tensors of a type that cannot be dequantised.
     """
+
+    heads: tuple[str, ...] = ("output.weight",)  # some files repeat the embedding
 
     def __init__(self, path: Path):
         self.path = path
@@ -96,14 +104,36 @@ class GGUFFile:
                 raise CheckpointError(f"{path}: {first.name!r} and {second.name!r} overlap")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor in the file."""
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
+        """Shape of every tensor that is not passed over."""
+        return {
+            name: tensor.shape
+            for name, tensor in self.tensors.items()
+            if not name.startswith(_VISION)
+        }
+
+    def is_finite(self, name: str, rows: slice) -> bool:
+        """Whether rows of a tensor hold neither NaN nor infinity."""
+        scales = _scales(self.tensors[name].kind)
+        if scales is None:
+            with np.errstate(all="ignore"):  # NaN is reported otherwise
+                return all(all_finite(values) for _, values in self.rows(name, rows))
+        return all(
+            all_finite(stored.view(scales)[scale])
+            for _, stored in self._stored(name, rows)
+            for scale in scales.names or ()
+        )
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, in pieces: `(rows, values[rows, columns])`."""
         tensor = self.tensors[name]
-        columns = tensor.shape[-1]
-        step = max(1, _PIECE_BYTES // (4 * columns))
+        for piece, stored in self._stored(name, rows):
+            # One long row: the library converts 16 rows at a time, here too few to be quick.
+            yield piece, dequantize(stored[None], tensor.kind).reshape(-1, tensor.shape[-1])
+
+    def _stored(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """The bytes of rows, in pieces."""
+        tensor = self.tensors[name]
+        step = max(1, _PIECE_BYTES // (4 * tensor.shape[-1]))
         with self.path.open("rb") as file:
             file.seek(tensor.offset + rows.start * tensor.row_bytes)
             for start in range(rows.start, rows.stop, step):
@@ -111,9 +141,36 @@ class GGUFFile:
                 raw = file.read((stop - start) * tensor.row_bytes)
                 if len(raw) < (stop - start) * tensor.row_bytes:
                     raise CheckpointError(f"{self.path} became shorter while it was read")
-                # One long row: the library converts 16 rows at a time, here too few to be quick.
-                values = dequantize(np.frombuffer(raw, np.uint8)[None], tensor.kind)
-                yield slice(start, stop), values.reshape(stop - start, columns)
+                yield slice(start, stop), np.frombuffer(raw, np.uint8)
+
+
+@cache
+def _scales(kind: GGMLQuantizationType) -> np.dtype | None:
+    """A block of this type, with a field for each float16 that can make its values NaN.
+
+    The library is asked: a float16 NaN at every place of a block of zeros shows where they are.
+    None if anything else can make NaN or infinity too, as in plain bfloat16 or float32: tried with
+    the largest number in each scale and every byte in the rest.
+    """
+    size = GGML_QUANT_SIZES[kind][1]
+    one_nan = np.zeros((size - 1, size), np.uint8)
+    every_byte = np.repeat(np.arange(256, dtype=np.uint8)[:, None], size, axis=1)
+    with np.errstate(all="ignore"):
+        for place, block in enumerate(one_nan):
+            block[place : place + 2] = _bytes_of(np.nan)
+        finite = np.isfinite(dequantize(one_nan, kind)).all(axis=1)
+        places = np.flatnonzero(~finite).tolist()
+        for place in places:
+            every_byte[:, place : place + 2] = _bytes_of(float(np.finfo(np.float16).max))
+        if not np.isfinite(dequantize(every_byte, kind)).all():
+            return None
+    names, formats = [f"at_{place}" for place in places], ["<f2"] * len(places)
+    return np.dtype({"names": names, "formats": formats, "offsets": places, "itemsize": size})
+
+
+def _bytes_of(number: float) -> np.ndarray:
+    """A float16 as two bytes."""
+    return np.array([number], "<f2").view(np.uint8)
 
 
 class _Reader:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxattn.models.gemma3.config import PADDED_VOCAB_SIZE, VOCAB_SIZE
 from jaxattn.models.gemma3.errors import CheckpointError
+from jaxattn.models.gemma3.finite import all_finite
 
 # Where the text model is: text-only, multimodal (transformers v4), multimodal (v5), and either
 # saved without a head.
@@ -22,8 +22,6 @@ _TOWERS = (
     "vision_tower.",
 )
 _PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
-# Physically there in some checkpoints, though Gemma 3's head is the embedding: compared with it.
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -34,6 +32,9 @@ class HuggingFaceFolder:
 
     Raises CheckpointError for files that are missing, damaged or do not fit the index.
     """
+
+    # Physically there in some checkpoints, though Gemma 3's head is the embedding.
+    heads: tuple[str, ...] = ("lm_head.weight", "language_model.lm_head.weight")
 
     def __init__(self, path: Path, *, images: bool):
         self.path = path
@@ -48,20 +49,8 @@ class HuggingFaceFolder:
                 f"{path}: no tensor is called embed_tokens.weight under any of {_PREFIXES}"
             )
         self.prefix = fitting[0]
-        self._embed = f"{self.prefix}embed_tokens.weight"
-        self._head = self._tied_head()
         self.tower_prefix = self._first_in_use(_TOWERS)
         self.projector_prefix = self._first_in_use(_PROJECTORS)
-
-    def _tied_head(self) -> str | None:
-        """The name of a physical head, which is no tensor of the model."""
-        embed = self._shapes[self._embed]
-        heads = {name: self._shapes.pop(name) for name in _HEADS if name in self._shapes}
-        if not all(_are_tied(shape, embed) for shape in heads.values()):
-            raise CheckpointError(
-                f"{self.path}: {heads} cannot be the embedding {embed}, as Gemma 3's head is"
-            )
-        return next(iter(heads), None)
 
     def _first_in_use(self, prefixes: tuple[str, ...]) -> str:
         """The first prefix that any tensor has; without one the first of all."""
@@ -116,39 +105,27 @@ class HuggingFaceFolder:
         return file_of, {tensor: shapes[tensor] for tensor in dtypes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that is not passed over, without a copy of the tied head."""
+        """Shape of every tensor that is not passed over."""
         return self._shapes
+
+    def is_finite(self, name: str, rows: slice) -> bool:
+        """Whether rows of a tensor hold neither NaN nor infinity."""
+        return all_finite(self._read(name, rows))
 
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of a tensor as float32, in one piece (a vector is one row)."""
-        values = self._read(name, rows)
-        if name == self._embed and self._head is not None:
-            head = self._read(self._head, rows)
-            if not np.array_equal(values, head, equal_nan=True):
-                raise CheckpointError(
-                    f"{self.path}: {self._head} differs from {name} in rows {rows.start} to "
-                    f"{rows.stop}: only a head that is the embedding is implemented"
-                )
-        yield rows, values
+        yield rows, self._read(name, rows).astype(np.float32)
 
     def _read(self, name: str, rows: slice) -> np.ndarray:
         # Opened for each piece, so that no more of the mapped file stays in memory.
         try:
             with safe_open(self._file_of[name], framework="numpy") as file:
                 stored = file.get_slice(name)
-                values = stored[:][None] if len(stored.get_shape()) == 1 else stored[rows]
+                return stored[:][None] if len(stored.get_shape()) == 1 else stored[rows]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{self._file_of[name]} changed while it was read ({error})"
             ) from error
-        return values.astype(np.float32)
-
-
-def _are_tied(head: tuple[int, ...], embed: tuple[int, ...]) -> bool:
-    """Whether the one may be the other; either may have rows of padding."""
-    vocabularies = {head[0], embed[0]}
-    padded = vocabularies == {VOCAB_SIZE, PADDED_VOCAB_SIZE}
-    return head[1:] == embed[1:] and (len(vocabularies) == 1 or padded)
 
 
 def _check_total(index: Path, files: list[Path]) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.errors import CheckpointError, UnsupportedModelError
+from jaxattn.models.gemma3.finite import all_finite
 from jaxattn.models.gemma3.weights import VISION, Quantization, quantization_of
 
 _ABOUT, _WEIGHTS, _VERSION = "jaxattn.json", "weights", 1
@@ -37,6 +38,8 @@ class SavedFolder:
 
     Raises CheckpointError for files that are missing, of another size, or not what they should be.
     """
+
+    heads: tuple[str, ...] = ()  # the embedding is the only one that is saved
 
     def __init__(self, path: Path, *, images: bool = True):
         import tensorstore  # this and the next two take a second: not for other formats
@@ -80,14 +83,21 @@ class SavedFolder:
         """Shape of every array."""
         return {name: array.shape for name, array in self._arrays.items()}
 
+    def is_finite(self, name: str, rows: slice) -> bool:
+        """Whether rows of an array hold neither NaN nor infinity."""
+        return all_finite(self._read(name, rows))
+
     def rows(self, name: str, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """Rows of an array as float32, or int8 if stored so, in one piece (a vector is one row)."""
+        values = self._read(name, rows)
+        yield rows, values if values.dtype == np.int8 else values.astype(np.float32)
+
+    def _read(self, name: str, rows: slice) -> np.ndarray:
         array = self._arrays[name]
         try:
-            values = (array[None] if array.rank == 1 else array[rows]).read().result()
+            return (array[None] if array.rank == 1 else array[rows]).read().result()
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{self.path}: {name} is damaged: {error}") from error
-        yield rows, values if values.dtype == np.int8 else values.astype(np.float32)
 
 
 def save_checkpoint(

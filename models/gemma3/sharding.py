@@ -1,14 +1,16 @@
 """How Gemma 3's weights are cut over devices that share the heads: rules as data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
 
 from jaxattn.models.gemma3.config import Gemma3Config
-from jaxattn.models.gemma3.weights import Axis, Quantization, weight_table
+from jaxattn.models.gemma3.weights import SCALE, Axis, Quantization, Weight, weight_table
 from jaxattn.sharding import HEADS
 
 # For each logical axis the mesh axis that it is cut over; None: whole on every device.
@@ -90,3 +92,31 @@ def abstract_weights(
         )
         for name, weight in weight_table(config, quantize).items()
     }
+
+
+def random_weights(
+    config: Gemma3Config,
+    key: Array,
+    dtype: str = "float32",
+    scale: float = 0.02,
+    *,
+    mesh: Mesh | None = None,
+    quantize: Quantization | None = None,
+) -> dict[str, Array]:
+    """Normal random weights times `scale`, each as `abstract_weights` says, made where it belongs.
+
+    The numbers do not depend on the mesh; quantised they are the same but for their rounding.
+    """
+    table = weight_table(config, quantize)
+    names = [name for name in table if not name.endswith(SCALE)]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    return {
+        name: _initialiser(table[name], dtype, leaf.sharding)(keys[name.removesuffix(SCALE)], scale)
+        for name, leaf in abstract_weights(config, dtype, mesh, quantize).items()
+    }
+
+
+@cache
+def _initialiser(weight: Weight, dtype: str, sharding: Sharding | None) -> Callable[..., Array]:
+    """Compiled once for all layers."""
+    return jax.jit(partial(weight.draw, dtype=dtype), out_shardings=sharding)

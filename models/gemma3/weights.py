@@ -1,4 +1,4 @@
-"""The weights of a Gemma 3 as one table: names, shapes, logical axes and kept dtypes.
+"""The weights of a Gemma 3 as one table: names, shapes, logical axes, dtypes and initialisers.
 
 Loading, sharding, random weights and ahead-of-time plans all read this table, so that none of
 them can disagree with another about what a model is made of.
@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from jaxattn.models.gemma3.config import Gemma3Config
@@ -32,6 +32,7 @@ Axis = Literal[
 Quantization = Literal["int8"]  # see `quantize`
 SCALE = ".scale"  # ends the name of a quantised matrix's scales
 VISION = ("vision.", "projector.")  # begin the names of the vision tower's weights
+_STEPS = 32  # of a random int8 weight in a standard deviation: 127 are four
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,15 @@ class Weight:
     """One weight: its shape and what each axis counts.
 
     Matrices are `[out, in]`. `norm`: the w of a gain `1 + w`, not the gain itself. `quantized`:
-    rows are whole numbers, with scales under the same name and `SCALE`.
+    rows are whole numbers, with scales under the same name and `SCALE`. `init`: what a random one
+    is: normal, or the one scale that makes random whole numbers so.
     """
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     norm: bool = False
     quantized: Quantization | None = None
+    init: Literal["normal", "scale"] = "normal"
 
     @property
     def wide(self) -> bool:
@@ -55,6 +58,16 @@ class Weight:
     def kept(self, dtype: DTypeLike) -> DTypeLike:
         """In which dtype the weight is kept by a model of this dtype."""
         return self.quantized or (jnp.float32 if self.wide else dtype)
+
+    def draw(self, key: Array, std: ArrayLike, *, dtype: DTypeLike) -> Array:
+        """A random one, as kept by a model of this dtype. Quantised, its scales give it `std`."""
+        kept = jnp.dtype(self.kept(dtype))
+        if self.init == "scale":
+            return jnp.full(self.shape, jnp.asarray(std, kept) / _STEPS)
+        normal = jax.random.normal(key, self.shape, jnp.float32 if self.quantized else kept)
+        if self.quantized:
+            return jnp.clip(jnp.round(normal * _STEPS), -127, 127).astype(kept)
+        return jnp.asarray(std, kept) * normal
 
 
 def weight_table(config: Gemma3Config, quantize: Quantization | None = None) -> dict[str, Weight]:
@@ -151,7 +164,7 @@ def _quantized(table: dict[str, Weight], quantize: Quantization) -> dict[str, We
             result[name] = weight
             continue
         result[name] = replace(weight, quantized=quantize)
-        result[name + SCALE] = Weight(shape=weight.shape[:1], axes=weight.axes[:1])
+        result[name + SCALE] = Weight(shape=weight.shape[:1], axes=weight.axes[:1], init="scale")
     return result
 
 
@@ -173,16 +186,4 @@ def weights_below(prefix: str, weights: dict[str, Array]) -> dict[str, Array]:
         name.removeprefix(prefix): array
         for name, array in weights.items()
         if name.startswith(prefix)
-    }
-
-
-def random_weights(
-    config: Gemma3Config, key: Array, dtype: str = "float32", scale: float = 0.02
-) -> dict[str, Array]:
-    """Normal random weights of the right names and shapes, for tests and shape checks."""
-    shapes = expected_shapes(config)
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: scale * jax.random.normal(each, shape, jnp.dtype(dtype))
-        for each, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
