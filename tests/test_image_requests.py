@@ -9,6 +9,8 @@ import pytest
 
 from jaxattn import LLM, SamplingParams
 from jaxattn.cli import main
+from jaxattn.engine.prompts import PromptEncoder
+from jaxattn.models.gemma3.checkpoint import load_config
 from jaxattn.options import add_engine_options, engine_options
 from jaxattn.serve.offline.format import Failure
 from jaxattn.serve.offline.run import OfflineBatch, run
