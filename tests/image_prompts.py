@@ -26,7 +26,7 @@ def picture(model: Gemma3, name: str) -> Image:
     """A random picture; the same for the same name, in memory of its own."""
     draw = np.random.default_rng([*name.encode()])
     size = model.config.vision.image_size
-    pixels = draw.uniform(-1, 1, (size, size, 3)).astype(np.float32)
+    pixels = draw.integers(0, 256, (size, size, 3), np.uint8)
     return Image.of(pixels, vocab_size=model.config.vocab_size)
 
 

@@ -61,7 +61,8 @@ def vision_reference(name: str, images: int) -> dict[str, np.ndarray]:
     model = Gemma3ForConditionalGeneration(config).eval()
     fill(model, tiny_vision.hf_tensors(name))
     ids, _ = tiny_vision.prompt(name, images)
-    pictures = torch.from_numpy(tiny_vision.pixels(name, images)).permute(0, 3, 1, 2).contiguous()
+    pixels = tiny_vision.pixels(name, images).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
+    pictures = torch.from_numpy(np.ascontiguousarray(pixels))
     token_types = torch.from_numpy(ids == tiny_vision.IMAGE).long()[None]
     masks = create_masks_for_vision_model(
         config=model.config.text_config,

@@ -175,7 +175,7 @@ def test_preempted(engine):
 def test_only_the_same_picture_is_found_again(engine):
     text = [3, 4, 5]  # a page
     first, same, other = (
-        run(engine, [[*text, name, *range(6, 12)]])[0] for name in ("a", "a", "b")
+        run(engine, [[*text, name, *range(6, 12)]])[0] for name in ("a", "a", "c")
     )
     assert same.num_cached_tokens == len(text) + TOKENS + 5  # whole pages, less the last token
     assert first.new_tokens == same.new_tokens

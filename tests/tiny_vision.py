@@ -210,10 +210,10 @@ def greedy_count(text: dict[str, Any]) -> int:
 
 
 def pixels(name: str, images: int) -> np.ndarray:
-    """Random pictures `[images, height, width, 3]`, in [-1, 1]."""
+    """Random pictures `[images, height, width, 3]`, in bytes."""
     size = CONFIGS[name]["vision_config"]["image_size"]
     draw = np.random.RandomState(images)
-    return draw.uniform(-1, 1, (images, size, size, 3)).astype(np.float32)
+    return draw.randint(0, 256, (images, size, size, 3)).astype(np.uint8)
 
 
 def prompt(name: str, images: int) -> tuple[np.ndarray, list[tuple[int, int]]]:

@@ -98,7 +98,7 @@ class ImageEncoder:
     def arguments(self) -> tuple[list, jax.ShapeDtypeStruct]:
         """The shapes that `encode` takes: of the tower's weights, and an image of every replica."""
         shape = (self._num_replicas, *self._pixels_shape)
-        pixels = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._sharding)
+        pixels = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=self._sharding)
         return self._weights, pixels
 
     def forget(self) -> None:
@@ -118,7 +118,7 @@ class ImageEncoder:
 
     def _run(self, images: Sequence[Image | None]) -> Float[Array, "tokens embed"]:
         """Embeddings of an image of every replica, one after the other; of None something."""
-        blank = np.zeros(self._pixels_shape, np.float32)
+        blank = np.zeros(self._pixels_shape, np.uint8)
         pixels = np.stack([blank if image is None else image.pixels for image in images])
         return self.encode(self._weights, jax.device_put(pixels, self._sharding))
 

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import UInt8
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +18,12 @@ class Image:
     picture as they share those of a text, and nobody has to remember which pictures there were.
     """
 
-    pixels: Float32[np.ndarray, "height width 3"]
+    pixels: UInt8[np.ndarray, "height width 3"]
     token_id: int
 
     @classmethod
-    def of(cls, pixels: Float32[np.ndarray, "height width 3"], *, vocab_size: int) -> "Image":
-        """The image of some pixels; their shape and dtype are the model's."""
+    def of(cls, pixels: UInt8[np.ndarray, "height width 3"], *, vocab_size: int) -> "Image":
+        """The image of some pixels; their shape is the model's."""
         digest = sha256(np.ascontiguousarray(pixels).data).digest()
         return cls(pixels, vocab_size + int.from_bytes(digest))
 

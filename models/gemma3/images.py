@@ -25,7 +25,7 @@ from urllib.request import (
 )
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import UInt8
 
 from jaxattn.models.gemma3.vision_config import VisionConfig
 
@@ -75,8 +75,8 @@ def load_image(source: "ImageSource", *, allow_remote: bool = False) -> "Image":
 
 def preprocess(
     image: "Image", vision_config: VisionConfig, *, pan_and_scan: bool = False
-) -> Float32[np.ndarray, "crops height width 3"]:
-    """Pixels in [-1, 1] for the vision tower: the whole picture, squeezed into a square.
+) -> UInt8[np.ndarray, "crops height width 3"]:
+    """Pixels for the vision tower: the whole picture, squeezed into a square.
 
     `pan_and_scan`: of a picture longer than 1.2 times its width, or the other way round, two to
     four crops follow the whole, side by side along the longer side.
@@ -84,8 +84,10 @@ def preprocess(
     Raises ImportError without transformers.
     """
     processor = _processor(vision_config.image_size)
-    pixels = processor(image, do_pan_and_scan=pan_and_scan)["pixel_values"]
-    return np.ascontiguousarray(np.stack(pixels).transpose(0, 2, 3, 1), np.float32)
+    # Bytes while they wait: the tower makes numbers of them.
+    bytes_only = {"do_rescale": False, "do_normalize": False}
+    pixels = processor(image, do_pan_and_scan=pan_and_scan, **bytes_only)["pixel_values"]
+    return np.ascontiguousarray(np.stack(pixels).transpose(0, 2, 3, 1))
 
 
 def check_readable(vision_config: VisionConfig) -> None:

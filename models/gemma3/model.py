@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
 
 from jaxattn.batch import RaggedBatch
 from jaxattn.cache.plan import CachePlan
@@ -140,7 +140,7 @@ class Gemma3(nnx.Module):
         return project(hidden, self.embed[...], jnp.dtype(jnp.float32), scale)
 
     def encode_images(
-        self, pixels: Float[Array, "images height width 3"]
+        self, pixels: Num[Array, "images height width 3"]
     ) -> Float[Array, "images tokens embed"]:
         """What takes the place of the image tokens' embeddings; see `VisionTower`."""
         if self.vision is None:

@@ -6,7 +6,7 @@ Source: Zhai et al., 2023 (SigLIP); Gemma 3 technical report, 2025.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.layers import RMSNorm
@@ -108,20 +108,23 @@ class VisionTower(nnx.Module):
         self.projector = Linear(weights["projector.out"])
 
     def __call__(
-        self, pixels: Float[Array, "images height width 3"]
+        self, pixels: Num[Array, "images height width 3"]
     ) -> Float[Array, "images tokens embed"]:
         """What takes the place of the image tokens' embeddings, as it is: it is not multiplied by
         `sqrt(embed_dim)`, as those of text are.
 
-        `pixels` in [-1, 1], see `images.preprocess`. One image at a time, so that memory does not
-        grow with their number. Call it under `jax.jit`, which compiles for each number of images.
+        `pixels`: bytes, see `images.preprocess`, or floats in [-1, 1]. One image at a time, so that
+        memory does not grow with their number. Call it under `jax.jit`, which compiles for each
+        number of images.
         """
         size = self.config.image_size
         if pixels.ndim != 4 or pixels.shape[1:] != (size, size, 3):
             raise ValueError(f"pixels {pixels.shape}: expected [images, {size}, {size}, 3]")
         return jax.lax.map(self._encode, pixels)
 
-    def _encode(self, image: Float[Array, "height width 3"]) -> Float[Array, "tokens embed"]:
+    def _encode(self, image: Num[Array, "height width 3"]) -> Float[Array, "tokens embed"]:
+        if image.dtype == jnp.uint8:
+            image = image.astype(jnp.float32) / 127.5 - 1
         x = self.patch(self._patches(image.astype(self.positions.dtype)))
         x = x + self.positions[...]
         for block in self.blocks:
