@@ -206,9 +206,10 @@ def _check_values(
     """Raise CheckpointError for a head that is not the embedding, or values that are not finite."""
 
     def is_finite(name: str, rows: slice) -> bool:
-        for head in heads if name == "embed" else ():
+        finite = checkpoint.is_finite(names.of[name], rows)
+        for head in heads if finite and name == "embed" else ():
             _check_head(checkpoint, names.of[name], head, rows)
-        return checkpoint.is_finite(names.of[name], rows)
+        return finite
 
     not_finite = set()
     with closing(_in_order(partial(is_finite, *block) for block in blocks)) as found:
