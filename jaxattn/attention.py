@@ -161,12 +161,13 @@ def ragged_paged_attention(
         keys: the same.
         values: of the new tokens.
         kv_pages: this layer's pages, see `kv_pages_shape`.
-        kv_lens: length of each sequence, *including* its new tokens.
+        kv_lens: length of each sequence, *including* its new tokens; no more than its table holds.
         page_indices: page table; column c of a sequence is its page `first_page + c`. Tokens
             whose entry is no page (0, negative, beyond the pool) are not written.
         cu_q_lens: cumulative new-token counts, `cu_q_lens[0] == 0`.
         distribution: cumulative counts `(decode, prefill, total)` of sequences: the first
-            `decode` have one new token each, sequences from `total` on are padding.
+            `decode` have exactly one new token each (another number gives wrong results), sequences
+            from `total` on are padding.
         sm_scale: multiplies q k.
         sliding_window: static W; the query at q sees keys k with `q - W < k <= q`. None: all.
         soft_cap: static c; scores become `c * tanh(score / c)`.

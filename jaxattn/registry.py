@@ -61,9 +61,12 @@ class Target:
     @classmethod
     def gpu(cls, name: str) -> "Target":
         """A GPU by its short name: "h100", "h200", "b200", "a100", "l4" or "t4"."""
-        if name not in GPUS:
-            raise ValueError(f"gpu {name!r}: the names are {', '.join(map(repr, GPUS))}")
-        return cls("gpu", *GPUS[name])
+        if name.lower() not in GPUS:
+            raise ValueError(
+                f"gpu {name!r}: the names are {', '.join(map(repr, GPUS))}; for others give "
+                "Target('gpu', its name, its compute capability)"
+            )
+        return cls("gpu", *GPUS[name.lower()])
 
     @classmethod
     def current(cls) -> "Target":
@@ -329,7 +332,10 @@ def _between(name: str, value: int, limits: tuple[int, int] | None, do: str) -> 
 def _device(row: Capabilities, need: Need) -> Reason | None:
     target = need.target
     if row.platforms is not ANY and target.platform not in row.platforms:
-        return Reason(f"on {target}", "platform " + ", ".join(row.platforms), "use backend='xla'")
+        do = "use backend='xla'"
+        if row.interpreter:
+            do = f"run it here with interpret=True, name an absent chip by target=, or {do}"
+        return Reason(f"on {target}", "platform " + ", ".join(row.platforms), do)
     chip = chip_of(target.device_kind)
     if row.chips is not ANY and (chip is None or chip.name not in row.chips):
         return Reason(f"on {target}", "TPU " + ", ".join(row.chips), "use backend='xla'")
@@ -337,6 +343,7 @@ def _device(row: Capabilities, need: Need) -> Reason | None:
     if claimed is not ANY and capability not in claimed:
         # Each generation has matrix instructions of its own, and later ones lack Hopper's.
         supported = "compute capability " + ", ".join("{}.{}".format(*each) for each in claimed)
+        supported += f" ({', '.join(name for name, (_, its) in GPUS.items() if its in claimed)})"
         return Reason(f"on {target}", supported, "use backend='xla'")
     return None
 
@@ -374,7 +381,7 @@ def _page_size(row: Capabilities, need: Need) -> Reason | None:
     if need.layout.is_quantized and need.page_size % step:
         asked = f"page_size={need.page_size} with a cache of {need.kv_dtype}"
         return Reason(asked, f"multiples of {step}", do)
-    if row.page_sizes_of_two and need.page_size & (need.page_size - 1):
+    if row.page_sizes_of_two:
         least, most = row.page_sizes or (1, 512)
         powers = [2**n for n in range(10) if least <= 2**n <= most]
         return _among("page_size", need.page_size, tuple(powers), do)

@@ -19,6 +19,7 @@ from jaxattn.kernels.layout import KVLayout, QuantizedPages
 #   "extend"  sees k if (q - W < k  AND  k <= q) OR  q and k are in one image
 ImageRule = Literal["none", "clamp", "extend"]
 
+_MAX_WINDOW = 2**31 - 1  # positions are int32
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -158,6 +159,8 @@ def check_sliding_window(value: object) -> None:
         return
     try:
         check_positive_int("sliding_window", value)
+        if value > _MAX_WINDOW:  # type: ignore[operator]
+            raise ValueError(f"sliding_window={value}: expected at most {_MAX_WINDOW}")
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"{error}. A window is static: a Python int that counts the query's own key, or None "

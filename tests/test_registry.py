@@ -417,7 +417,7 @@ def test_a_t4_is_refused_by_the_gpu_kernel_and_served_by_xla():
         trace(replace(NEED, target=T4), backend="pallas_gpu")
     message = str(raised.value)
     assert "Tesla T4 (compute capability 7.5)" in message
-    assert "supported: compute capability 9.0; use backend='xla'" in message
+    assert "supported: compute capability 9.0 (h100, h200); use backend='xla'" in message
     assert "use backend='xla'" in message
     assert raised.value.alternatives == ("xla", "reference")
     assert select(replace(NEED, target=T4)) == "xla"
@@ -453,6 +453,12 @@ def test_a_hopper_gpu_is_served_by_its_kernels():
     assert select(replace(ON_GPU, query_dtype="float32")) == "xla"
     with pytest.raises(ValueError, match="gpu 'v100': the names are 'h100', 'h200', 'b200'"):
         Target.gpu("v100")
+    assert Target.gpu("H100") == Target.gpu("h100")
+    for page_size in (8, 24, 256):
+        with pytest.raises(UnsupportedAttentionError, match="supported: 16, 32, 64, 128; plan"):
+            select(replace(ON_GPU, page_size=page_size), "pallas_gpu")
+    with pytest.raises(UnsupportedAttentionError, match="with interpret=True, name an absent chip"):
+        select(replace(ON_GPU, target=Target("cpu")), "pallas_gpu")
 
 
 @pytest.mark.parametrize("name", ["b200", "a100", "l4", "t4"])
@@ -655,6 +661,7 @@ def test_the_default_target_is_this_process():
     [
         (-1, ValueError, "sliding_window=-1: expected at least 1"),
         (0, ValueError, "sliding_window=0: expected at least 1"),
+        (2**31, ValueError, "sliding_window=2147483648: expected at most 2147483647"),
         (True, TypeError, "sliding_window=True: expected a Python int, got bool"),
         ((3, 0), TypeError, "sliding_window=(3, 0): expected a Python int, got tuple"),
         (3.0, TypeError, "sliding_window=3.0: expected a Python int, got float"),
