@@ -34,11 +34,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from jaxattn.models.gemma3.checkpoint import load_weights, resolve_model
+    from jaxattn.models.gemma3.checkpoint import expanded, load_weights, resolve_model
     from jaxattn.models.gemma3.saved import check_target, save_checkpoint
     from jaxattn.models.gemma3.tokenizer import tokenizer_file
 
-    target = options.target.expanduser()
+    target = expanded(options.target)
     check_target(target, force=options.force)
     source = resolve_model(options.source)
     tokenizer = tokenizer_file(source)

@@ -85,7 +85,7 @@ COVERING = {
     ("mid48", 1, 16),
     ("mid48", 7, 16),
     ("apache600", 64, 8),
-    ("gpl2000", 511, 40),
+    ("apache600", 511, 40),
 }
 EVERY = set(product(PROMPTS, (1, 7, 64, 511, ONE_SHOT), (8, 16, 40)))
 

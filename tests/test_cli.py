@@ -81,7 +81,7 @@ def test_generate(gguf_path, expected, capsys):
     out, err = capsys.readouterr()
     assert out == "the hen" + expected("the hen") + "\n"
     lines = [line for line in err.splitlines() if line.strip()]
-    assert lines[0].startswith("loading") and f"{NUM_TENSORS}/{NUM_TENSORS}" in lines[0]
+    assert lines[0].startswith("loading") and f"{2 * NUM_TENSORS}/{2 * NUM_TENSORS}" in lines[0]
     assert lines[1].startswith("loaded in ") and "first token after " in lines[1]
     assert "12 tokens, " in lines[1] and lines[1].endswith(" tokens/s")
     assert len(lines) == 2
@@ -144,6 +144,7 @@ def test_sampling_options_arrive(option, value, name, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model", "~nobody-here/x"], "'~nobody-here/x': Could not determine home"),
         (["--model", "/no/such/file.gguf"], "'/no/such/file.gguf' is neither a file nor a folder"),
         (["--model", "BROKEN"], "is not a GGUF file"),
         (["--model", "TRUNCATED"], "truncated"),

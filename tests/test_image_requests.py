@@ -129,6 +129,12 @@ def test_prompts_that_are_refused(llm, prompt, error, message):
         llm.generate(prompt, PARAMS)
 
 
+def test_too_many_pictures_are_refused_before_they_are_decoded(llm):
+    count = llm.engine.max_model_len // TOKENS
+    with pytest.raises(ValueError, match=f"{count} images are {count * TOKENS} tokens at least"):
+        llm.prompts.encode("<start_of_image>" * count, [b"no picture"] * count)
+
+
 def test_a_marker_without_pictures_is_a_token_like_others(llm):
     [out] = llm.generate("a<start_of_image>b", PARAMS)
     assert out.prompt_token_ids == tuple(llm.tokenizer.encode("a<start_of_image>b"))

@@ -65,6 +65,7 @@ def read_folder(folder):
     return records
 
 
+@pytest.mark.slow  # two minutes
 def test_two_workers_of_which_one_is_killed(tmp_path):
     model = str(tiny_model.write_gguf(tmp_path / "tiny.gguf"))
     requests = mixed(120, more_tokens=40)

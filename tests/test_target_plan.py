@@ -19,6 +19,7 @@ from jaxattn.engine.target_plan import (
 from jaxattn.kernels.pallas.tiles import CHIPS
 from jaxattn.models.gemma3.config import Gemma3Config, layer_pattern
 from jaxattn.registry import UnsupportedAttentionError
+from tests.test_gemma3_tokenizer import json_library
 from tests.tiny_checkpoints import CONFIG_JSON, hf_tensors, random_weights, write_folder
 
 WANTED = Wanted(model="gemma-3-27b", max_len=32768, batch=8)
@@ -135,6 +136,25 @@ def test_shares_that_are_asked_for():
 def test_what_does_not_fit_is_refused_before_it_is_compiled(wanted, target, message):
     with pytest.raises(DoesNotFitError, match=message):
         plan_target(wanted, target)
+
+
+def test_a_share_that_is_too_small_is_blamed_on_what_asks_for_it():
+    for asked in ({"tensor_parallel": 1}, {"data_parallel": 8}):
+        with pytest.raises(DoesNotFitError, match="leave out --tensor-parallel and --data-para"):
+            plan_target(WANTED, "v5e-8", **asked)
+
+
+def test_a_converted_checkpoint_is_counted_as_it_is_stored(tmp_path):
+    tensors = hf_tensors(random_weights(TINY))
+    folder = write_folder(tmp_path / "tiny", tensors, config_json=TINY_JSON)
+    (folder / "tokenizer.json").write_bytes(json_library().to_str().encode())
+    assert main(["convert", str(folder), str(tmp_path / "int8"), "--quantize", "int8"]) == 0
+    one, asked = (
+        Wanted(model=str(path), max_len=256, batch=4, prefill_tokens=32, **options)
+        for path, options in ((tmp_path / "int8", {}), (folder, {"quantize": "int8"}))
+    )
+    assert weight_bytes(one, 1) == weight_bytes(asked, 1)
+    assert one.quantization == "int8"
 
 
 def test_the_bound_by_hand():

@@ -148,6 +148,7 @@ class LLM:
         self.prompts = PromptEncoder(
             self.tokenizer,
             config,
+            max_model_len=max_model_len,
             pan_and_scan=pan_and_scan,
             allow_remote_images=allow_remote_images,
         )

@@ -27,6 +27,7 @@ class PromptEncoder:
     """Encodes prompts, with images where the model has a vision tower.
 
     Args:
+        max_model_len: of prompts whose images alone are longer none is decoded.
         pan_and_scan: show a picture that is far from square in crops too, after the whole of it.
         allow_remote_images: fetch images by http(s).
     """
@@ -36,6 +37,7 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         config: Gemma3Config,
         *,
+        max_model_len: int | None = None,
         pan_and_scan: bool = False,
         allow_remote_images: bool = False,
     ):
@@ -44,6 +46,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = config.vocab_size
         self._vision = config.vision
+        self._max_model_len = max_model_len
         self._pan_and_scan = pan_and_scan
         self._allow_remote = allow_remote_images
         if config.vision is not None:
@@ -77,6 +80,12 @@ class PromptEncoder:
             raise ValueError(
                 f"{len(images)} images for {text.count(IMAGE_MARKER)} times {IMAGE_MARKER} in the "
                 "text: each needs one, and a text that comes with images may not spell it otherwise"
+            )
+        least = len(images) * self._vision.tokens_per_image
+        if self._max_model_len is not None and least >= self._max_model_len:
+            raise ValueError(
+                f"{len(images)} images are {least} tokens at least; prompt and answer have room "
+                f"for {self._max_model_len} (max_model_len)"
             )
         views = [self._views(each) for each in images]
         before, *after = text.split(IMAGE_MARKER)

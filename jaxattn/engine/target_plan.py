@@ -20,7 +20,7 @@ from jaxattn.engine.engine import plan_engine, table_widths
 from jaxattn.engine.image_encoder import ImageEncoder
 from jaxattn.engine.program import Program
 from jaxattn.engine.slices import SLICES, Slice, slice_of
-from jaxattn.models.gemma3.checkpoint import load_config
+from jaxattn.models.gemma3.checkpoint import load_config, load_quantization
 from jaxattn.models.gemma3.config import Gemma3Config
 from jaxattn.models.gemma3.model import Gemma3
 from jaxattn.models.gemma3.sharding import abstract_weights, shared_config
@@ -61,6 +61,11 @@ class Wanted:
         """The model's config, without its weights."""
         config = load_config(self.model, images=self.images)
         return replace(config, layers=config.layers[: self.layers])
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What is asked for, else what the checkpoint has."""
+        return self.quantize or load_quantization(self.model)
 
     def engine_plan(
         self, target: Target, tensor_parallel: int, memory: int | None = None
@@ -275,7 +280,7 @@ def weight_bytes(wanted: Wanted, size: int) -> dict[str, int]:
     """Bytes of each weight on each of `size` devices that share them."""
     config = shared_config(wanted.config(), size)
     mesh = AbstractMesh((1, size), (DATA, HEADS))
-    leaves = abstract_weights(config, wanted.dtype, mesh, wanted.quantize)
+    leaves = abstract_weights(config, wanted.dtype, mesh, wanted.quantization)
     return {
         name: prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for name, leaf in leaves.items()
@@ -294,14 +299,15 @@ def _why_not(wanted: Wanted, where: Slice, size: int) -> str:
     """Why a model does not fit `size` devices, and where it would."""
     weights, whole = (sum(weight_bytes(wanted, each).values()) for each in (size, 1))
     chip = f"a chip of {where.name} has {gib(where.hbm_bytes)}"
-    needs = (
-        f"{wanted.model} in {wanted.quantize or wanted.dtype} needs {gib(whole)} for its weights"
-    )
+    stored = wanted.quantization or wanted.dtype
+    needs = f"{wanted.model} in {stored} needs {gib(whole)} for its weights"
     if size > 1:
         needs += f", {gib(weights)} on each of {size} chips"
     others = [other.name for other in SLICES.values() if _would_fit(wanted, other)]
     do = f"use --target {', '.join(others)}" if others else "none of the targets has more"
-    if wanted.quantize is None and _would_fit(replace(wanted, quantize="int8"), where):
+    if where.name in others:  # shared otherwise
+        return f"{needs}; {chip}: leave out --tensor-parallel and --data-parallel"
+    if wanted.quantization is None and _would_fit(replace(wanted, quantize="int8"), where):
         do += ", or --quantize int8"
     if wanted.images and _would_fit(replace(wanted, images=False), where):
         do += ", or --no-images"
@@ -376,5 +382,5 @@ def _abstract_model(
     """The model with shapes for weights, and the mesh that they are cut over."""
     config = shared_config(wanted.config(), tensor_parallel)
     mesh = None if len(devices) == 1 else mesh_of(devices, tensor_parallel=tensor_parallel)
-    weights: Any = abstract_weights(config, wanted.dtype, mesh, wanted.quantize)
+    weights: Any = abstract_weights(config, wanted.dtype, mesh, wanted.quantization)
     return Gemma3(config, weights, wanted.dtype), mesh

@@ -17,7 +17,7 @@ def report(plan: TargetPlan, steps: Sequence[Compiled]) -> RenderableType:
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu"))
     return Group(
         f"{wanted.model} on {where.name}: tensor parallel {plan.tensor_parallel}, data parallel "
-        f"{plan.data_parallel}; weights {wanted.quantize or wanted.dtype}, cache "
+        f"{plan.data_parallel}; weights {wanted.quantization or wanted.dtype}, cache "
         f"{wanted.kv_dtype}, {BACKEND}",
         "",
         _bytes(plan, steps),

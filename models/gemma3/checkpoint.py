@@ -68,11 +68,19 @@ class Checkpoint(Protocol):
         """Rows of a tensor as float32, or int8 if stored so, in pieces (a vector is one row)."""
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """With the home folder for `~`. Raises ValueError for that of an unknown user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from error
+
+
 def resolve_model(model: str) -> Path:
     """The file or folder of a known name, a GGUF file, a Hugging Face folder or one of ours."""
     if model == "gemma-3-270m":
         return packaged_gguf()
-    path = Path(model).expanduser()
+    path = expanded(model)
     if model and (path.is_file() or path.is_dir()):
         return path
     if model in CONFIGS:
@@ -90,9 +98,15 @@ def load_config(model: str, *, images: bool = True) -> Gemma3Config:
     """
     if model in CONFIGS:
         return CONFIGS[model] if images else replace(CONFIGS[model], vision=None)
-    if not Path(model).expanduser().exists():
+    if not expanded(model).exists():
         raise ValueError(f"{model!r} is neither a file nor a folder nor one of {list(CONFIGS)}")
     return _open(resolve_model(model), images)[1]
+
+
+def load_quantization(model: str) -> Quantization | None:
+    """How the weights of a checkpoint are quantised as they are stored: ours may be."""
+    path = expanded(model)
+    return SavedFolder(path).quantize if SavedFolder.is_at(path) else None
 
 
 def load_weights(
