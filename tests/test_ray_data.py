@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from pyarrow import parquet
 
 from jaxattn.cli import main
