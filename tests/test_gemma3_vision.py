@@ -224,6 +224,13 @@ def test_pixels_of_another_shape(shape):
         vision_models.load(NAME).encode_images(jnp.zeros(shape))
 
 
+def test_pixels_of_another_kind():
+    with pytest.raises(
+        ValueError, match=r"pixels of int32: expected uint8, or floats in \[-1, 1\]"
+    ):
+        vision_models.load(NAME).encode_images(jnp.zeros((1, 28, 28, 3), jnp.int32))
+
+
 def test_a_tower_without_a_config():
     with pytest.raises(ValueError, match="no vision tower"):
         VisionTower(replace(vision_models.load(NAME).config, vision=None), {})

@@ -120,6 +120,8 @@ class VisionTower(nnx.Module):
         size = self.config.image_size
         if pixels.ndim != 4 or pixels.shape[1:] != (size, size, 3):
             raise ValueError(f"pixels {pixels.shape}: expected [images, {size}, {size}, 3]")
+        if pixels.dtype != jnp.uint8 and not jnp.issubdtype(pixels.dtype, jnp.floating):
+            raise ValueError(f"pixels of {pixels.dtype}: expected uint8, or floats in [-1, 1]")
         return jax.lax.map(self._encode, pixels)
 
     def _encode(self, image: Num[Array, "height width 3"]) -> Float[Array, "tokens embed"]:
