@@ -14,6 +14,8 @@ from jaxattn.models.gemma3.checkpoint import load_config
 from jaxattn.options import add_engine_options, engine_options
 from jaxattn.serve.offline.format import Failure
 from jaxattn.serve.offline.run import OfflineBatch, run
+from jaxattn.serve.openai.errors import RequestError
+from jaxattn.serve.openai.requests import parse
 from tests import image_checkpoint
 from tests.image_checkpoint import TOKENS, data_url, part, picture, png
 from tests.live_server import MODEL, live_server
@@ -133,6 +135,10 @@ def test_too_many_pictures_are_refused_before_they_are_decoded(llm):
     count = llm.engine.max_model_len // TOKENS
     with pytest.raises(ValueError, match=f"{count} images are {count * TOKENS} tokens at least"):
         llm.prompts.encode("<start_of_image>" * count, [b"no picture"] * count)
+    for too_many in (count, count - 1):  # that leave no room before, and only with the text
+        with pytest.raises(RequestError) as refused:
+            parse(CHAT, body(*[part(data_url(picture()))] * too_many), llm)
+        assert refused.value.code == "context_length_exceeded"
 
 
 def test_a_marker_without_pictures_is_a_token_like_others(llm):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxattn.cache.pages import PageAllocator
 from jaxattn.cache.plan import CachePlan, group_layers
 from jaxattn.cache.sizing import capacity, cdiv, pool_pages, table_width, worst_demand
+from jaxattn.engine.errors import PromptTooLongError
 from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.outputs import Logprob
 from jaxattn.engine.runner import Dispatched, Results, Runner
@@ -207,7 +208,7 @@ class Engine:
         if wrong:
             raise ValueError(f"token ids {wrong[:8]} are outside 0 to {self.vocab_size - 1}")
         if len(token_ids) >= self.max_model_len:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
                 f"leaves room for {self.max_model_len - 1} and one new token: shorten the prompt "
                 "or raise max_model_len"

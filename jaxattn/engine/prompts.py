@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxattn.engine.errors import PromptTooLongError
 from jaxattn.engine.images import Image, PlacedImage
 from jaxattn.models.gemma3.chat import IMAGE_MARKER, chat_images, render_chat
 from jaxattn.models.gemma3.config import Gemma3Config
@@ -83,7 +84,7 @@ class PromptEncoder:
             )
         least = len(images) * self._vision.tokens_per_image
         if self._max_model_len is not None and least >= self._max_model_len:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"{len(images)} images are {least} tokens at least; prompt and answer have room "
                 f"for {self._max_model_len} (max_model_len)"
             )

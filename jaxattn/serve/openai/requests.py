@@ -5,6 +5,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
 
+from jaxattn.engine.errors import PromptTooLongError
 from jaxattn.engine.images import PlacedImage
 from jaxattn.engine.llm import LLM
 from jaxattn.engine.sequence import Sequence
@@ -141,7 +142,7 @@ def _parse_chat(body: ChatBody, llm: LLM) -> Job:
     try:
         prompt = llm.prompts.chat([_turn(each) for each in body.messages])
     except ValueError as error:
-        raise RequestError(400, str(error), param="messages", code="invalid_value") from None
+        raise RequestError(400, str(error), param="messages", code=_code(error)) from None
     _check_prompt(prompt.token_ids, prompt.images, "messages", llm)
     ids = (tuple(prompt.token_ids),)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -237,13 +238,15 @@ def _encode(prompts: list[Any], param: str, llm: LLM) -> tuple[tuple[int, ...], 
 def _check_prompt(
     ids: Sequences[int], images: Sequences[PlacedImage], param: str, llm: LLM, where: str = ""
 ) -> None:
-    code = "invalid_value"
-    if len(ids) >= llm.engine.max_model_len:
-        code = "context_length_exceeded"
     try:
         llm.engine.check_prompt(ids, images)
     except ValueError as error:
-        raise RequestError(400, f"{where}{error}", param=param, code=code) from None
+        raise RequestError(400, f"{where}{error}", param=param, code=_code(error)) from None
+
+
+def _code(error: ValueError) -> str:
+    too_long = isinstance(error, PromptTooLongError)
+    return "context_length_exceeded" if too_long else "invalid_value"
 
 
 def _room(prompt: tuple[int, ...], llm: LLM) -> int:
