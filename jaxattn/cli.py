@@ -217,7 +217,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.target is not None:
         return _plan_target(options)
     for_target = (
-        *("dtype", "quantize", "no_images", "prefill_tokens", "tensor_parallel", "data_parallel"),
+        "dtype",
+        "quantize",
+        "no_images",
+        "prefill_tokens",
+        "tensor_parallel",
+        "data_parallel",
     )
     given = [name for name in for_target if getattr(options, name) is not None]
     if given:

@@ -5,7 +5,14 @@ from os import PathLike
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jaxtyping import Array
 
 from jaxattn.models.gemma3.config import Gemma3Config
@@ -37,6 +44,11 @@ def mesh_of(devices: Sequence[jax.Device], *, tensor_parallel: int) -> Mesh:
     """An engine's mesh of these devices, `tensor_parallel` neighbours to each replica."""
     grid = np.array(devices).reshape(-1, tensor_parallel)
     return Mesh(grid, (DATA, HEADS), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def sharding_of(mesh: Mesh | None, device: jax.Device, spec: PartitionSpec) -> Sharding:
+    """On the mesh, or the one device without one: always said, or a step would compile for each."""
+    return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
 
 
 def weight_placer(config: Gemma3Config, mesh: Mesh | None) -> Callable[[str, np.ndarray], Array]:

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jaxattn.batch import PageTable, RaggedBatch
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.state import CacheState, cache_shapes
+from jaxattn.engine.devices import sharding_of
 from jaxattn.engine.replicas import on_replicas
 from jaxattn.engine.sampler import Asked, ParamTable
 from jaxattn.engine.step import Buffers, StepInputs, StepOutputs, make_step
@@ -84,10 +85,8 @@ class Program:
         return own(weights, buffers, inputs, asked, image_embeddings)
 
     def sharding(self, spec: PartitionSpec) -> Sharding:
-        """On the mesh, or the one device: always said, or a step would compile for each way."""
-        if self.mesh is None:
-            return SingleDeviceSharding(self._device)
-        return NamedSharding(self.mesh, spec)
+        """On the mesh, or the one device."""
+        return sharding_of(self.mesh, self._device, spec)
 
     def _of_replicas(self, leaf: Any, spec: PartitionSpec = _UNCUT) -> Any:
         """One replica's array as the shape of all replicas' arrays, one after the other."""

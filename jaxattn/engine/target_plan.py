@@ -10,12 +10,12 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxattn.cache.plan import CachePlan
 from jaxattn.cache.sizing import capacity, worst_demand
 from jaxattn.engine.ahead import Case, Compiled, CompilerError, compile_ahead
-from jaxattn.engine.devices import CACHE_SHARE, mesh_of
+from jaxattn.engine.devices import CACHE_SHARE, mesh_of, sharding_of
 from jaxattn.engine.engine import plan_engine, table_widths
 from jaxattn.engine.image_encoder import ImageEncoder
 from jaxattn.engine.program import Program
@@ -133,7 +133,7 @@ class TargetPlan:
     def cases(self) -> list[Case]:
         """The engine's decode step of a whole batch, and its largest step; with a vision tower that
         step has images, and a third case computes an image's embeddings."""
-        images = self.wanted.config().vision is not None
+        images = self.tower_bytes > 0
         options = vars(self.wanted) | {"tensor_parallel": self.tensor_parallel}
 
         def step(name: str, tokens: int, *, with_images: bool = False) -> Case:
@@ -367,11 +367,7 @@ def engine_encoder(
     """What computes the embeddings of one image on every replica, for `compile_ahead`."""
     model, mesh = _abstract_model(Wanted(**wanted), devices, tensor_parallel)
     assert model.vision is not None
-    sharding = (
-        SingleDeviceSharding(devices[0])
-        if mesh is None
-        else NamedSharding(mesh, PartitionSpec(DATA))
-    )
+    sharding = sharding_of(mesh, devices[0], PartitionSpec(DATA))
     encoder = ImageEncoder(model.vision, mesh=mesh, sharding=sharding)
     return encoder.encode, encoder.arguments()
 

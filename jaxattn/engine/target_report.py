@@ -27,8 +27,7 @@ def report(plan: TargetPlan, steps: Sequence[Compiled]) -> RenderableType:
         f"Compiled ahead of time ({versions}) in {sum(step.seconds for step in steps):.0f} s; "
         "nothing was run. The last two columns are a bound, no measurement: the text model's "
         f"weights, and keys and values that are seen, read once at {where.hbm_gb_per_s:,} GB/s; "
-        "computing and exchanges take "
-        "no time in it.",
+        "computing and exchanges take no time in it.",
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from jaxattn.options import add_engine_options, engine_options, memory_size
+from jaxattn.serve.http.settings import ServerSettings
 
 
 def add_parser(commands: Any) -> None:
@@ -22,7 +23,10 @@ def add_parser(commands: Any) -> None:
     key.add_argument("--api-key-file", help="a file with the key, which `ps` does not show")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-body", type=memory_size, default=20 * 2**20, help="of a request (20MiB)"
+        "--max-body",
+        type=memory_size,
+        default=ServerSettings.max_body_bytes,
+        help="of a request (20MiB)",
     )
     limits.add_argument(
         "--max-waiting",
@@ -49,8 +53,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from jaxattn.serve.http.settings import ServerSettings
-
     settings = ServerSettings(
         model_name=options.served_model_name or options.model,
         api_key=_api_key(options),

@@ -84,10 +84,11 @@ def _reports(
     extension: str,
 ) -> Generator[dict[str, Any]]:
     """Complete the pending parts; what `Worker` reports of each, as it ends."""
+    from jaxattn.models.gemma3.checkpoint import expanded
     from jaxattn.serve.ray.worker import Worker
 
     llm = engine_options(options)
-    if (path := Path(llm["model"]).expanduser()).exists():
+    if (path := expanded(llm["model"])).exists():
         llm["model"] = str(path.resolve())
     workers = min(1 if options.workers is None else options.workers, len(pending))
     rows = max(plan.parts[number].count for number in pending)
